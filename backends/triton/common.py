@@ -1,0 +1,73 @@
+"""Launching a kernel: compiled for CUDA tensors, interpreted for CPU tensors, in one process."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from lycoris.kernels.errors import KernelBuildError
+
+#: Held while interpreting, when Triton's language functions are replaced for the whole process,
+#: and by every compiled launch, because the first one compiles through those same functions.
+LOCK = threading.RLock()
+
+
+class Kernel:
+    """A kernel and its two ways to run; ``jit`` is the compiled one, for compile-only checks."""
+
+    def __init__(self, fn: Callable[..., None]) -> None:
+        # JITFunction rather than triton.jit: the latter gives no compilable object when
+        # TRITON_INTERPRET is set at import.
+        self.jit = JITFunction(fn)
+        self.name = fn.__name__
+
+    def __call__(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        """Run the kernel on every program of ``grid``.
+
+        ``args`` are the kernel's, the first one a tensor: its device decides where to run.
+        ``options`` are constexprs by name and num_warps, num_stages.
+
+        Raises:
+            KernelBuildError: the kernel can't be compiled, or interpreted.
+        """
+        device = args[0].get_device()
+        try:
+            if device < 0 or triton.knobs.runtime.interpret:
+                from . import interpreter
+
+                with LOCK:
+                    interpreter.run(self.jit, grid, args, options)
+            elif device == torch.cuda.current_device():
+                with LOCK:
+                    self.jit.run(*args, grid=grid, warmup=False, **options)
+            else:
+                with LOCK, torch.cuda.device(device):
+                    self.jit.run(*args, grid=grid, warmup=False, **options)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # The driver's own failures (a sticky fault of an earlier kernel, say) are not ours.
+            if str(error).startswith("Triton Error [CUDA]"):
+                raise
+            raise KernelBuildError(f"triton kernel {self.name}: {self._reason(error)}") from error
+
+    def _reason(self, error: Exception) -> str:
+        """The error, after the source line of the kernel it came from where there is one."""
+        path = self.jit.fn.__code__.co_filename
+        body = range(self.jit.starting_line_number, self.jit.starting_line_number + 10**4)
+        where = ""
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename == path and frame.lineno in body:
+                where = f"line {frame.lineno}, `{frame.line}`: "
+        return f"{where}{type(error).__name__}: {error}"
+
+
+def kernel(fn: Callable[..., None]) -> Kernel:
+    """Make a plain module-level function a kernel. Helpers it calls are plain ``triton.jit``."""
+    return Kernel(fn)

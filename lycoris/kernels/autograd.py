@@ -1,0 +1,176 @@
+"""One op, callable: built from an OpSpec, with one autograd.Function for eager calls.
+
+Eager calls launch directly, without a torch.library boundary. Traced calls, and calls under a
+dispatch mode, go to the library op of :mod:`lycoris.kernels.library`. Under torch.func transforms
+the formula runs in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import config, registry
+from .call import Call, Operands, check_operands, resolve_policy
+from .library import LibraryOp
+from .precision import tf32_allowed
+from .spec import OpSpec
+
+Scale = float | Tensor
+_CACHE_LIMIT = 4096
+
+
+class _Fused(torch.autograd.Function):
+    """The autograd.Function of every op; each Op names a subclass of its own after itself."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, scale: Scale, *operands: Tensor | None) -> Tensor:
+        out, saved = call.forward(operands, scale)
+        kept = [
+            None if o.additive else t for o, t in zip(call.spec.operands, operands, strict=True)
+        ]
+        ctx.save_for_backward(*kept, *saved)
+        ctx.call, ctx.scale = call, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        spec = call.spec
+        count = len(spec.operands)
+        kept, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        needs = [
+            need and not o.additive
+            for o, need in zip(spec.operands, ctx.needs_input_grad[2:], strict=True)
+        ]
+        if torch.is_grad_enabled() and any(needs):
+            grads = call.formula_grads(grad, kept, ctx.scale, needs, create_graph=True)
+        else:
+            grads = call.backward(grad, kept, saved, ctx.scale, needs)
+        for i, operand in enumerate(spec.operands):
+            if operand.additive and ctx.needs_input_grad[2 + i]:
+                grads[i] = grad  # autograd casts it to the operand's dtype
+        return (None, None, *grads)
+
+
+class Op:
+    """The callable of one OpSpec."""
+
+    def __init__(self, spec: OpSpec) -> None:
+        self.spec = spec
+        self.library = LibraryOp(spec, self.prepare)
+        self.function: Any = type(spec.name, (_Fused,), {"__doc__": spec.doc})
+        self._calls: dict[tuple[Any, ...], Call] = {}
+
+    def __call__(
+        self,
+        operands: Operands,
+        scale: Scale = 1.0,
+        *,
+        attributes: Sequence[Any] = (),
+        backend: str | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Runs the op.
+
+        Args:
+            operands: in the OpSpec's order, None for an absent optional one.
+            scale: a number or a 0-d tensor.
+            attributes: static arguments in the OpSpec's order.
+            backend: overrides the selection.
+            out_dtype: overrides the stored dtype.
+
+        Raises:
+            TypeError: an operand is no tensor or has a dtype outside the policy.
+            ValueError: a shape, device or scale does not fit, or the backend is unknown.
+            BackendError: the named backend can't serve the call.
+        """
+        override = backend or registry.context_override()
+        first = operands[0]
+        kind = first.device.type if isinstance(first, Tensor) else "cpu"
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            traced = operands if override != registry.FORMULA else None
+            if traced is not None:
+                scale_tensor = self.library.scale_tensor(operands, scale)
+                return self.library(
+                    operands, scale_tensor, attributes, out_dtype, autocast, override or ""
+                )
+        call = self.prepare(operands, attributes, override, out_dtype, autocast)
+        scale = check_scale(self.spec.name, scale, call.device)
+        if torch._C._are_functorch_transforms_active():
+            return call.formula(operands, scale)
+        if call.runs_formula:
+            return call.formula(operands, scale)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
+            return self.function.apply(call, scale, *operands)
+        return call.forward(operands, scale)[0]
+
+    def prepare(
+        self,
+        operands: Operands,
+        attributes: Sequence[Any],
+        override: str | None,
+        out_dtype: torch.dtype | None,
+        autocast: torch.dtype | None,
+    ) -> Call:
+        """The Call for these operands and settings, made once per key."""
+        try:
+            key = (
+                override,
+                config.snapshot(self.spec.name),
+                registry.generation,
+                out_dtype,
+                autocast,
+                tf32_allowed(),
+                tuple(attributes),
+                *[None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in operands],
+            )
+            found = self._calls.get(key)
+        except AttributeError:  # an operand is no tensor: the checks below say so
+            key, found = (), None
+        if found is not None:
+            return found
+        device = check_operands(self.spec, operands)
+        policy = resolve_policy(self.spec, operands, device, out_dtype, autocast)
+        named = dict(zip((a.name for a in self.spec.attributes), attributes, strict=True))
+        call = Call(self.spec, operands, policy, device, named, override)
+        if len(self._calls) >= _CACHE_LIMIT:
+            self._calls.clear()
+        self._calls[key] = call
+        return call
+
+
+def check_scale(op: str, scale: Any, device: torch.device) -> Scale:
+    """A scale as the kernels take it: a float, or a 0-d fp32 tensor on the device.
+
+    Raises:
+        TypeError: it is neither a number nor a floating-point tensor, or it requires a gradient.
+        ValueError: it is NaN, not 0-d, or on another device.
+    """
+    if isinstance(scale, Tensor):
+        if scale.dim() != 0:
+            raise ValueError(f"{op}: scale has shape {tuple(scale.shape)}; expected a 0-d tensor")
+        if not scale.is_floating_point():
+            raise TypeError(f"{op}: scale is {scale.dtype}; expected a floating-point tensor")
+        if scale.requires_grad:
+            raise TypeError(
+                f"{op}: scale requires a gradient, which this op does not give; "
+                "multiply an operand by it instead"
+            )
+        if scale.device != device:
+            if scale.device.type != "cpu":
+                raise ValueError(f"{op}: scale is on {scale.device}; expected {device} or cpu")
+            scale = scale.item()  # a host tensor: no device is waited for
+        else:
+            return scale if scale.dtype in (torch.float32, torch.float64) else scale.float()
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise TypeError(f"{op}: scale is {type(scale).__name__}; expected a number or a 0-d tensor")
+    value = float(scale)
+    if value != value:
+        raise ValueError(f"{op}: scale is NaN; expected a number")
+    return value

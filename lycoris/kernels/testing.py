@@ -1,0 +1,344 @@
+"""The parity runner: any backend against the fp64 oracle, in ULP, under one rule.
+
+It is public: a third-party backend registered through the entry-point group proves itself with
+``check`` or ``python -m lycoris parity --backend NAME``, under the same rule as those in the tree.
+docs/numerics.md explains the rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..functional import OPS
+from . import ulp
+from .call import resolve_policy
+from .inputs import Inputs, draw
+from .precision import HALF, Policy
+from .schedule import Schedule
+from .spec import SPECS, Case, OpSpec
+from .ulp import Score
+
+#: (model's dtype, adapter's dtype): every mix the policy allows.
+MIXES = (
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float16),
+    (torch.float32, torch.bfloat16),
+)
+_SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+#: Largest sizes for which agreement with the model is asked for, element by element.
+_AGREEMENT_SIZE = 512
+
+
+def mix_name(mix: tuple[torch.dtype, torch.dtype]) -> str:
+    """``bf16`` where both sides agree, else ``bf16/fp32``: the model's, then the adapter's."""
+    return "/".join(dict.fromkeys(_SHORT[dtype] for dtype in mix))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The verdict on one output or gradient. Scores are in ULP of the working dtype."""
+
+    op: str
+    backend: str
+    case: str
+    dtypes: str
+    tensor: str
+    device: str
+    ulp: float
+    rms: float
+    model_ulp: float
+    model_rms: float
+    floor_ulp: float
+    floor_rms: float
+    eager_ulp: float
+    eager_rms: float
+    bound: float
+    headroom: float
+    agreement: float
+    why: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether every part of the rule holds."""
+        return not self.why
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as plain data, with ``pass``."""
+        return asdict(self) | {"pass": self.passed}
+
+
+class _Rounding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, dtype: torch.dtype, forward: bool, backward: bool) -> Any:
+        ctx.dtype = dtype if backward else None
+        return value.to(dtype).double() if forward else value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (grad if ctx.dtype is None else grad.to(ctx.dtype).double()), None, None, None
+
+
+def rounding(dtype: torch.dtype) -> Any:
+    """The model's ``rnd``: does every declared rounding, of a value and of its gradient."""
+
+    def rnd(value: Tensor, *, forward: bool = True, backward: bool = True) -> Tensor:
+        return _Rounding.apply(value, dtype, forward, backward)
+
+    return rnd
+
+
+def _reference(
+    spec: OpSpec, inputs: Inputs, policy: Policy, rnd: Any, attributes: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """The formula in fp64 on operands after the policy's cast: ``out`` and every gradient."""
+    leaves: dict[str, Tensor | None] = {}
+    binding = spec.bind(inputs.operands)
+    for operand, t in zip(spec.operands, inputs.operands, strict=True):
+        if t is not None:
+            t = t.detach().to(policy.compute) if operand.role == "mma" else t.detach()
+            t = t.double().reshape(binding.flat[operand.name]).clone()
+            t.requires_grad_(operand.differentiable)
+        leaves[operand.name] = t
+    out = spec.formula(SimpleNamespace(**leaves), inputs.scale, rnd, **attributes)
+    names = [n for n, t in leaves.items() if t is not None and t.requires_grad]
+    grad = inputs.grad.double().reshape(out.shape)
+    found = torch.autograd.grad(out, [t for n in names if (t := leaves[n]) is not None], grad)
+    return {"out": out.detach(), **dict(zip(names, found, strict=True))}
+
+
+def _run(
+    spec: OpSpec, inputs: Inputs, backend: str, case: Case, out_dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The op on one backend: ``out`` and every gradient, in the operands' shapes."""
+    leaves = [
+        None if t is None else t.detach().requires_grad_(o.differentiable)
+        for o, t in zip(spec.operands, inputs.operands, strict=True)
+    ]
+    attributes = tuple(case.attributes.get(a.name, a.default) for a in spec.attributes)
+    out = OPS[spec.name](
+        leaves, inputs.scale, attributes=attributes, backend=backend, out_dtype=out_dtype
+    )
+    named = {
+        o.name: t
+        for o, t in zip(spec.operands, leaves, strict=True)
+        if t is not None and t.requires_grad
+    }
+    found = torch.autograd.grad(out, list(named.values()), inputs.grad)
+    return {"out": out.detach(), **dict(zip(named, found, strict=True))}
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fills every fresh output and workspace with NaN, so that an element nobody wrote shows."""
+    plain = Schedule.empty
+
+    def empty(self: Schedule, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return plain(self, shape, dtype).fill_(math.nan)
+
+    Schedule.empty = empty  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Schedule.empty = plain  # type: ignore[method-assign]
+
+
+def _verdict(
+    scores: Sequence[Score],
+    bound: float,
+    compute: torch.dtype,
+    reduction: int,
+    rounds: bool,
+    agreement: float,
+) -> str:
+    """The rule of docs/numerics.md: which parts fail, in words; empty where all hold."""
+    got, model, floor, eager = scores
+    if not got.finite:
+        return "not finite, or not zero where all is zero"
+    k = min(reduction, 512)
+    limits = [("ulp", got.ulp, bound, "bound")]
+    # A result stored wider than its compute dtype has a floor of nearly nothing; what fp32
+    # accumulation itself leaves, in ULP of the compute dtype, is granted then.
+    accumulation = math.ldexp(math.sqrt(k), ulp.FORMATS[compute][0] - 24)
+    if compute in HALF:
+        if rounds:
+            limits += [
+                ("rms", got.rms, 1.05 * model.rms, "1.05 model"),
+                ("ulp", got.ulp, 1.25 * model.ulp + 0.5, "1.25 model + 0.5"),
+            ]
+        else:
+            limits += [
+                ("rms", got.rms, max(1.05 * floor.rms, 0.35 * accumulation), "1.05 floor"),
+                ("ulp", got.ulp, 1.1 * floor.ulp + 0.25, "1.1 floor + 0.25"),
+            ]
+        if eager.finite:
+            unfused = max(1.05 * max(eager.rms, floor.rms), 0.35 * accumulation)
+            limits.append(("rms", got.rms, unfused, "1.05 eager"))
+        if agreement < 0.9:
+            return f"only {agreement:.1%} of the elements equal the model's"
+    else:
+        eager_rms, eager_ulp = (eager.rms, eager.ulp) if eager.finite else (0.0, 0.0)
+        limits += [
+            (
+                "rms",
+                got.rms,
+                max(2 * eager_rms, 1.05 * floor.rms, 0.35 * math.sqrt(k)),
+                "fp32 rule",
+            ),
+            (
+                "ulp",
+                got.ulp,
+                max(3 * eager_ulp, 1.25 * floor.ulp + 0.5, 2 * math.sqrt(k)),
+                "fp32 rule",
+            ),
+        ]
+    failed = [f"{w} {v:.3g} > {x:.3g} ({name})" for w, v, x, name in limits if v > x + 1e-12]
+    return "; ".join(failed)
+
+
+def check(
+    op: str,
+    backend: str,
+    case: Case,
+    mix: tuple[torch.dtype, torch.dtype],
+    *,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> list[Row]:
+    """Runs one case on one backend and scores its output and every gradient.
+
+    Args:
+        op: the op's public name.
+        backend: the backend's name; fresh memory is NaN-poisoned while it runs.
+        case: one of ``SPECS[op].cases``, or one of your own.
+        mix: the dtypes of the model's and of the adapter's operands.
+        device: where to run.
+        seed: of the operands.
+
+    Returns:
+        One row for the output and one for each gradient, passed or not.
+
+    Raises:
+        BackendError: the backend can't serve the case.
+    """
+    spec = SPECS[op]
+    inputs = draw(spec, case, mix, torch.device(device), seed)
+    policy = resolve_policy(spec, inputs.operands, torch.device(device), None, None)
+    attributes = {a.name: case.attributes.get(a.name, a.default) for a in spec.attributes}
+    oracle = _reference(spec, inputs, policy, lambda t, **_: t, attributes)
+    model = _reference(spec, inputs, policy, rounding(policy.compute), attributes)
+    eager = _run(spec, inputs, "torch", case)
+    with poisoned():
+        got = _run(spec, inputs, backend, case)
+    dims = spec.bind(inputs.operands).dims
+    reductions = spec.reductions(dims)
+    stored = {
+        o.name: t.dtype
+        for o, t in zip(spec.operands, inputs.operands, strict=True)
+        if t is not None
+    } | {"out": policy.output}
+    small = max(dims.values(), default=0) <= _AGREEMENT_SIZE and torch.device(device).type == "cpu"
+    rows = []
+    for name, exact in oracle.items():
+        dtype = stored[name]
+        unit = policy.output if spec.unit == "output" else policy.compute
+        value = got[name].reshape(exact.shape)
+        perfect = model[name].to(dtype).double()
+        floor = exact.to(dtype).double()
+
+        def score(t: Tensor, exact: Tensor = exact, unit: torch.dtype = unit) -> Score:
+            return ulp.score(t.reshape(exact.shape), exact, unit, pointwise=spec.unit == "output")
+
+        same = value.to(policy.compute) == perfect.to(policy.compute)
+        agreement = same.double().mean().item() if same.numel() else 1.0
+        rounds = not torch.equal(model[name], exact)
+        reduction = reductions.get(name, 1)
+        bound = spec.bound.limit(policy.compute, reduction)
+        scores = [score(t) for t in (value, perfect, floor, eager[name])]
+        why = _verdict(
+            scores, bound, policy.compute, reduction, rounds, agreement if small else 1.0
+        )
+        if case.exact and not torch.equal(value.double(), floor):
+            wrong = (value.double() != floor).sum().item()
+            why = why or f"{wrong} elements differ from the correctly rounded oracle"
+        if value.numel() and got[name].dtype != dtype:
+            why = f"stored as {got[name].dtype}, expected {dtype}"
+        rows.append(
+            Row(
+                op=op,
+                backend=backend,
+                case=case.name,
+                dtypes=mix_name(mix),
+                tensor=name if name == "out" else f"grad {name}",
+                device=torch.device(device).type,
+                ulp=scores[0].ulp,
+                rms=scores[0].rms,
+                model_ulp=scores[1].ulp,
+                model_rms=scores[1].rms,
+                floor_ulp=scores[2].ulp,
+                floor_rms=scores[2].rms,
+                eager_ulp=scores[3].ulp,
+                eager_rms=scores[3].rms,
+                bound=bound,
+                headroom=bound / scores[0].ulp if scores[0].ulp else math.inf,
+                agreement=agreement,
+                why=why,
+            )
+        )
+    return rows
+
+
+def cases(op: str, device: str = "cpu") -> Iterator[tuple[Case, tuple[torch.dtype, torch.dtype]]]:
+    """Every case of an op for a device type, with every dtype mix that makes a difference to it."""
+    spec = SPECS[op]
+    for case in spec.cases:
+        if case.device not in ("any", device):
+            continue
+        seen = set()
+        for mix in MIXES:
+            sides = frozenset(
+                (o.side, mix[o.side == "adapter"])
+                for o in spec.operands
+                if not o.optional or o.name in case.present
+            )
+            if sides not in seen:
+                seen.add(sides)
+                yield case, mix
+
+
+def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The worst of every (op, backend, dtypes): what the table at the end of a run shows."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.op, row.backend, row.dtypes), []).append(row)
+    table = []
+    for (op, backend, dtypes), members in sorted(groups.items()):
+        worst = min(members, key=lambda r: (r.passed, r.headroom))
+        table.append(
+            {
+                "op": op,
+                "backend": backend,
+                "dtypes": dtypes,
+                "ulp": worst.ulp,
+                "model": worst.model_ulp,
+                "floor": worst.floor_ulp,
+                "eager": worst.eager_ulp,
+                "bound": worst.bound,
+                "headroom": worst.headroom,
+                "tensors": len(members),
+                "failed": sum(not r.passed for r in members),
+                "worst": f"{worst.case}, {worst.tensor}",
+            }
+        )
+    return table

@@ -1,0 +1,16 @@
+"""Maps the import package ``lycoris.backends`` onto the top-level folder ``backends/``.
+
+The packages are discovered, never listed: a new backend folder ships without anyone remembering it.
+"""
+
+from setuptools import find_packages, setup
+
+# In a source tree lycoris/backends is only a shim that points at backends/; it never ships.
+core = [p for p in find_packages(include=["lycoris", "lycoris.*"]) if p != "lycoris.backends"]
+backends = ["lycoris.backends"] + [f"lycoris.backends.{p}" for p in find_packages("backends")]
+
+setup(
+    packages=core + backends,
+    package_dir={"lycoris": "lycoris", "lycoris.backends": "backends"},
+    package_data={"lycoris": ["py.typed"], "lycoris.backends": ["**/*.h"]},
+)
