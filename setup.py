@@ -12,5 +12,7 @@ backends = ["lycoris.backends"] + [f"lycoris.backends.{p}" for p in find_package
 setup(
     packages=core + backends,
     package_dir={"lycoris": "lycoris", "lycoris.backends": "backends"},
+    # True, the default, would copy what MANIFEST.in grafts: the shim, over backends/__init__.py.
+    include_package_data=False,
     package_data={"lycoris": ["py.typed"], "lycoris.backends": ["**/*.h"]},
 )

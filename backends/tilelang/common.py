@@ -13,6 +13,7 @@ import inspect
 import logging
 import os
 import platform
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -92,12 +93,12 @@ def _build(factory: Factory, params: tuple[object, ...], device: torch.device) -
 
 def load_tilelang() -> ModuleType:
     """TileLang, imported here because it takes seconds, with its progress messages off."""
+    if "tilelang" in sys.modules:
+        return sys.modules["tilelang"]
     import tilelang
 
-    # Its import sets its own logger to INFO; a level that the user chose afterwards stays.
-    logger = logging.getLogger("tilelang")
-    if logger.level == logging.INFO:
-        logger.setLevel(logging.WARNING)
+    # Its import sets its own logger to INFO; a level that the user chooses afterwards stays.
+    logging.getLogger("tilelang").setLevel(logging.WARNING)
     return tilelang
 
 
@@ -143,10 +144,11 @@ def _intact(path: Path) -> bool:
 def _digest(factory: Factory, params: tuple[object, ...]) -> str:
     """What a CPU kernel's library depends on, without tracing the kernel."""
     parts = (params, host_c.flags(), platform.machine(), version("tilelang"))
-    return hashlib.sha256(repr(parts).encode() + _sources(inspect.getfile(factory))).hexdigest()[:32]
+    digest = hashlib.sha256(repr(parts).encode() + _sources(inspect.getfile(factory)))
+    return digest.hexdigest()[:32]
 
 
 @lru_cache
 def _sources(factory_file: str) -> bytes:
-    files = (Path(factory_file), Path(host_c.__file__), host_c.HERE / "bf16.h")
+    files = (Path(factory_file), Path(host_c.__file__), host_c.HEADER)
     return b"".join(file.read_bytes() for file in files)

@@ -3,7 +3,7 @@
 The target lowers tile operators (T.copy, T.gemm, ...) to serial loops, but takes neither the GPU's
 memory scopes, parallel loops and layouts, nor bfloat16. :func:`lower` rewrites the serialised IR:
 every on-chip scope becomes ``local``, T.Parallel a serial loop, layout annotations go, and bfloat16
-is printed as float16 whose class ``bf16.h`` replaces. fp32 stays IEEE fp32 (no contraction into
+is printed as float16, whose class ``half.h`` defines. fp32 stays IEEE fp32 (no contraction into
 fused multiply-adds), products of 16-bit tiles accumulate in fp32, stores round to nearest even.
 
 One library holds one kernel, exported as ``lycoris_launch``; ``lycoris_abi`` tells how to call it.
@@ -17,7 +17,6 @@ import platform
 import re
 import shutil
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,8 @@ import torch
 
 from lycoris.kernels.errors import KernelBuildError
 
-HERE = Path(__file__).parent
+HEADER = Path(__file__).with_name("half.h")
+_THEIRS = "#include <tl_templates/cpp/common.h>"
 _ON_CHIP = ("shared.dyn", "shared", "local.fragment")
 _LAYOUTS = ("layout_map", "padding_map")
 # What has been proved on the C target; anything else of TileLang's gets a clear refusal.
@@ -73,8 +73,8 @@ def lower(func: Any) -> str:
     except Exception as error:
         reason = str(error).strip().splitlines()[-1:]
         raise KernelBuildError(f"{name}: TileLang's C target failed: {reason}") from error
-    header = f'#include "{HERE / "bf16.h"}"\n' if brain else ""
-    return header + source + _entry(func, name, source)
+    half = f"#define half lycoris_{'bf16' if brain else 'fp16'}\n"
+    return HEADER.read_text() + half + source.replace(_THEIRS, "") + _entry(func, name, source)
 
 
 def compile_source(source: str, library: Path) -> None:
@@ -84,12 +84,9 @@ def compile_source(source: str, library: Path) -> None:
         KernelBuildError: there is no g++, or it failed.
     """
     compiler = shutil.which("g++")
-    spec = find_spec("tilelang")
     if compiler is None:
         raise KernelBuildError("TileLang's C target needs g++, and there is none on PATH")
-    assert spec is not None and spec.origin is not None  # checked when the package was imported
     command = [compiler, *flags(), "-w", "-fPIC", "-shared", "-x", "c++", "-", "-o", str(library)]
-    command += ["-I", str(Path(spec.origin).parent / "src")]
     done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     if done.returncode:
         raise KernelBuildError(f"g++ failed on a generated kernel: {done.stderr.strip()[:2000]}")
@@ -144,7 +141,8 @@ def _entry(func: Any, name: str, source: str) -> str:
     if signature is None:
         raise KernelBuildError(f"{name}: TileLang's C target printed no {name}_kernel")
     # The target orders parameters by its own rule, so pass them on by name, in its order.
-    types = dict(reversed(p.rsplit(" ", 1)) for p in signature[1].split(", "))
+    split = [p.rsplit(" ", 1) for p in signature[1].split(", ")]
+    types = {parameter: kind for kind, parameter in split}
     declared = ", ".join(f"{types.get(n, 'void*')} {n}" for n in [*names, *sizes])
     abi = json.dumps({"pointers": [b is not None for b in buffers], "dims": [*sizes.values()]})
     return f"""

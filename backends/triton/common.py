@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 from collections.abc import Callable
@@ -16,6 +17,11 @@ from lycoris.kernels.errors import KernelBuildError
 #: Held while interpreting, when Triton's language functions are replaced for the whole process,
 #: and by every compiled launch, because the first one compiles through those same functions.
 LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # A child forked while another thread interprets would keep the replacements and the lock.
+    os.register_at_fork(
+        before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release
+    )
 
 
 class Kernel:
@@ -60,7 +66,8 @@ class Kernel:
     def _reason(self, error: Exception) -> str:
         """The error, after the source line of the kernel it came from where there is one."""
         path = self.jit.fn.__code__.co_filename
-        body = range(self.jit.starting_line_number, self.jit.starting_line_number + 10**4)
+        first = self.jit.starting_line_number
+        body = range(first, first + len(self.jit.raw_src))
         where = ""
         for frame in traceback.extract_tb(error.__traceback__):
             if frame.filename == path and frame.lineno in body:

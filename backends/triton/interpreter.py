@@ -14,10 +14,10 @@ import ast
 import functools
 import inspect
 import itertools
-import os
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +29,8 @@ from triton._C.libtriton import interpreter as memory
 from triton._C.libtriton import ir
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
+from triton.runtime.interpreter import TensorHandle as Handle
 from triton.runtime.jit import JITFunction
-
-from .common import LOCK
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 _BITS = np.dtype(np.uint16)
@@ -42,7 +41,6 @@ _MISSING = object()
 _ONE_THREAD = 1 << 17
 _dtypes = {"bf16": BF16}
 _storage_dtype = upstream._get_np_dtype
-Handle = upstream.TensorHandle
 
 
 def np_dtype(ty: tl.dtype) -> np.dtype:
@@ -160,6 +158,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         # 3.6 reads a scalar in a way that numpy 2.4 refuses.
         (tl.tensor, "__index__", lambda self: int(self.handle.data.item())),
         (JITFunction, "__call__", _call_helper),
+        # Makes x.max() of Triton's library a method.
+        (JITFunction, "__get__", lambda self, x, owner: self if x is None else partial(self, x)),
         (upstream.InterpretedFunction, "__call__", _call_helper),
     ]
 
@@ -230,9 +230,3 @@ def run(jit: JITFunction, grid: tuple[int, ...], args: tuple, options: dict[str,
         for _builder.grid_idx in itertools.product(*map(range, sizes)):
             body(**values)
     arguments.copy_back()
-
-
-# A child forked while another thread interprets would keep the replacements and the lock.
-os.register_at_fork(
-    before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release
-)

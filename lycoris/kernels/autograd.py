@@ -8,19 +8,17 @@ the formula runs in plain PyTorch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import config, registry
-from .call import Call, Operands, check_operands, resolve_policy
+from .call import Call, Operands, Scale, check_operands, check_scale, resolve_policy
 from .library import LibraryOp
-from .precision import tf32_allowed
+from .precision import autocast_dtype, tf32_allowed
 from .spec import OpSpec
 
-Scale = float | Tensor
 _CACHE_LIMIT = 4096
 
 
@@ -42,7 +40,8 @@ class _Fused(torch.autograd.Function):
         call: Call = ctx.call
         spec = call.spec
         count = len(spec.operands)
-        kept, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        tensors = ctx.saved_tensors  # once: checkpointing unpacks them anew at every access
+        kept, saved = tensors[:count], tensors[count:]
         needs = [
             need and not o.additive
             for o, need in zip(spec.operands, ctx.needs_input_grad[2:], strict=True)
@@ -92,19 +91,12 @@ class Op:
         override = backend or registry.context_override()
         first = operands[0]
         kind = first.device.type if isinstance(first, Tensor) else "cpu"
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        autocast = autocast_dtype(kind)
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-            traced = operands if override != registry.FORMULA else None
-            if traced is not None:
-                scale_tensor = self.library.scale_tensor(operands, scale)
-                return self.library(
-                    operands, scale_tensor, attributes, out_dtype, autocast, override or ""
-                )
+            return self.library(operands, scale, attributes, out_dtype, autocast, override or "")
         call = self.prepare(operands, attributes, override, out_dtype, autocast)
-        scale = check_scale(self.spec.name, scale, call.device)
-        if torch._C._are_functorch_transforms_active():
-            return call.formula(operands, scale)
-        if call.runs_formula:
+        scale = call.ready_scale(check_scale(self.spec.name, scale))
+        if call.runs_formula or torch._C._are_functorch_transforms_active():
             return call.formula(operands, scale)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
             return self.function.apply(call, scale, *operands)
@@ -143,34 +135,3 @@ class Op:
             self._calls.clear()
         self._calls[key] = call
         return call
-
-
-def check_scale(op: str, scale: Any, device: torch.device) -> Scale:
-    """A scale as the kernels take it: a float, or a 0-d fp32 tensor on the device.
-
-    Raises:
-        TypeError: it is neither a number nor a floating-point tensor, or it requires a gradient.
-        ValueError: it is NaN, not 0-d, or on another device.
-    """
-    if isinstance(scale, Tensor):
-        if scale.dim() != 0:
-            raise ValueError(f"{op}: scale has shape {tuple(scale.shape)}; expected a 0-d tensor")
-        if not scale.is_floating_point():
-            raise TypeError(f"{op}: scale is {scale.dtype}; expected a floating-point tensor")
-        if scale.requires_grad:
-            raise TypeError(
-                f"{op}: scale requires a gradient, which this op does not give; "
-                "multiply an operand by it instead"
-            )
-        if scale.device != device:
-            if scale.device.type != "cpu":
-                raise ValueError(f"{op}: scale is on {scale.device}; expected {device} or cpu")
-            scale = scale.item()  # a host tensor: no device is waited for
-        else:
-            return scale if scale.dtype in (torch.float32, torch.float64) else scale.float()
-    if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(f"{op}: scale is {type(scale).__name__}; expected a number or a 0-d tensor")
-    value = float(scale)
-    if value != value:
-        raise ValueError(f"{op}: scale is NaN; expected a number")
-    return value

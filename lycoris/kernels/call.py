@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from .shapes import Binding, parse
 from .spec import OpSpec
 
 Operands = Sequence[Tensor | None]
+Scale = float | Tensor
 
 
 def check_operands(spec: OpSpec, operands: Operands) -> torch.device:
@@ -68,8 +70,39 @@ def resolve_policy(
     return resolve(spec.name, named, out_dtype=out_dtype, autocast=autocast, device=device.type)
 
 
+def check_scale(op: str, scale: Any) -> Scale:
+    """Checks a scale; reads no tensor's value, so that it can be traced and never waits.
+
+    Raises:
+        TypeError: it is neither a number nor a floating-point tensor, or it requires a gradient.
+        ValueError: it is a tensor that is not 0-d, or a NaN.
+    """
+    if isinstance(scale, Tensor):
+        if scale.dim() != 0:
+            raise ValueError(f"{op}: scale has shape {tuple(scale.shape)}; expected a 0-d tensor")
+        if not scale.is_floating_point():
+            raise TypeError(f"{op}: scale is {scale.dtype}; expected a floating-point tensor")
+        if scale.requires_grad:
+            raise TypeError(
+                f"{op}: scale requires a gradient, which this op does not give; "
+                "multiply an operand by it instead"
+            )
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        if isinstance(scale, bool) or not isinstance(scale, Real):
+            raise TypeError(
+                f"{op}: scale is {type(scale).__name__}; expected a number or a 0-d tensor"
+            )
+        scale = float(scale)
+    if scale != scale:  # math.isnan would break a traced graph
+        raise ValueError(f"{op}: scale is NaN; expected a number")
+    return scale
+
+
 def _ready(t: Tensor) -> Tensor:
-    # Kernels read dense rows with 16-byte accesses.
+    # Kernels read dense rows with 16-byte accesses, and may refuse what requires a gradient.
+    if t.requires_grad:
+        t = t.detach()
     if not t.is_contiguous():
         t = t.contiguous()
     return t if t.data_ptr() % 16 == 0 else t.clone()
@@ -104,11 +137,30 @@ class Call:
         # A call without elements has no work for a kernel.
         self.runs_formula = not self.choice.has_kernels or 0 in dims.values()
         folds = spec.fold is not None and self.policy.name == "mma16"
-        self.folded_policy = replace(self.policy, compute=torch.float32) if folds else self.policy
+        wide = replace(self.policy, compute=torch.float32) if folds else self.policy
+        self.run = Schedule(self.choice.module, self.policy, self.device)
+        self.run_folded = Schedule(self.choice.module, wide, self.device)
+
+    def ready_scale(self, scale: Scale) -> Scale:
+        """A checked scale as kernels take it: a float, or a 0-d fp32 tensor on the device.
+
+        Raises:
+            ValueError: a tensor on another device.
+        """
+        if not isinstance(scale, Tensor):
+            return float(scale)
+        if scale.device != self.device:
+            if scale.device.type != "cpu":
+                raise ValueError(
+                    f"{self.spec.name}: scale is on {scale.device}; expected {self.device} or cpu"
+                )
+            return scale.item()  # a host tensor: no device is waited for
+        double = self.policy.compute is torch.float64
+        return scale.to(torch.float64 if double else torch.float32)
 
     # ------------------------------------------------------------------ formula
 
-    def formula(self, operands: Operands, scale: float | Tensor) -> Tensor:
+    def formula(self, operands: Operands, scale: Scale) -> Tensor:
         """The op in plain PyTorch, differentiable to any order."""
         flat = flatten(self.spec, self.binding, operands)
         out = run_formula(self.spec, flat, scale, self.policy, self.attributes)
@@ -118,7 +170,7 @@ class Call:
         self,
         grad: Tensor,
         operands: Operands,
-        scale: float | Tensor,
+        scale: Scale,
         needs: Sequence[bool],
         *,
         create_graph: bool,
@@ -149,7 +201,7 @@ class Call:
 
     # ------------------------------------------------------------------ kernels
 
-    def forward(self, operands: Operands, scale: float | Tensor) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, operands: Operands, scale: Scale) -> tuple[Tensor, list[Tensor]]:
         """The output and what the backward pass needs beside the operands; records nothing."""
         while not self.runs_formula:
             try:
@@ -165,7 +217,7 @@ class Call:
         grad: Tensor,
         operands: Operands,
         saved: Sequence[Tensor],
-        scale: float | Tensor,
+        scale: Scale,
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
         """The gradients that are needed, each in its operand's shape and dtype; None elsewhere.
@@ -190,9 +242,7 @@ class Call:
             raise BackendError(f"{name}: can't run {self.spec.name}: {error}") from error
         self._choose()  # raises where the environment names this very backend
 
-    def _formula_saved(
-        self, operands: Operands, scale: float | Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _formula_saved(self, operands: Operands, scale: Scale) -> tuple[Tensor, list[Tensor]]:
         # Backward differentiates the formula afresh and reads none of these.
         return self.formula(operands, scale), [
             torch.empty(self._saved_shape(s.shape), device=self.device) for s in self.spec.saved
@@ -205,10 +255,9 @@ class Call:
         self, flat: dict[str, Tensor | None], folded: Mapping[str, Tensor | None]
     ) -> SimpleNamespace:
         if folded:  # fp32 kernels: what the policy casts is cast here
-            flat = {n: t if t is None else self._cast(n, t) for n, t in flat.items()} | folded
-        return SimpleNamespace(
-            **{n: t if t is None else _ready(t.detach()) for n, t in flat.items()}
-        )
+            flat = {n: t if t is None else self._cast(n, t) for n, t in flat.items()}
+            flat.update(folded)
+        return SimpleNamespace(**{n: t if t is None else _ready(t) for n, t in flat.items()})
 
     def _cast(self, name: str, t: Tensor) -> Tensor:
         t = t.detach()
@@ -222,13 +271,10 @@ class Call:
         with torch.autocast(self.device.type, enabled=False):
             return dict(self.spec.fold(SimpleNamespace(**sources)))
 
-    def _launch_forward(
-        self, operands: Operands, scale: float | Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _launch_forward(self, operands: Operands, scale: Scale) -> tuple[Tensor, list[Tensor]]:
         flat = flatten(self.spec, self.binding, operands)
         folded = self._fold(self._fold_sources(flat)) if self.spec.fold else {}
-        policy = self.folded_policy if folded else self.policy
-        run = Schedule(self.choice.module, policy, self.device)
+        run = self.run_folded if folded else self.run
         out = run.empty(self.binding.flat["out"], self.policy.output)
         saved = [run.empty(self._saved_shape(s.shape), torch.float32) for s in self.spec.saved]
         keep = SimpleNamespace(**{s.name: t for s, t in zip(self.spec.saved, saved, strict=True)})
@@ -243,7 +289,7 @@ class Call:
         grad: Tensor,
         operands: Operands,
         saved: Sequence[Tensor],
-        scale: float | Tensor,
+        scale: Scale,
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
         names = [o.name for o in self.spec.operands]
@@ -259,8 +305,7 @@ class Call:
                     if source is not None:
                         source.requires_grad_()
                 folded = self._fold(sources)
-        policy = self.folded_policy if folded else self.policy
-        run = Schedule(self.choice.module, policy, self.device)
+        run = self.run_folded if folded else self.run
         buffers: dict[str, Tensor | None] = dict.fromkeys(names)
         for operand, t in zip(self.spec.operands, operands, strict=True):
             name = operand.name

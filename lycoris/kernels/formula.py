@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .precision import Policy
+from .precision import Policy, autocast_dtype
 from .shapes import Binding
 from .spec import OpSpec, Round
 
@@ -52,7 +52,7 @@ def run_formula(
     device = next(t.device for t in flat.values() if t is not None)
     if isinstance(scale, Tensor) and policy.compute is not torch.float64:
         scale = scale.float()
-    if not torch.is_autocast_enabled(device.type):
+    if autocast_dtype(device.type) is None:
         return spec.formula(SimpleNamespace(**cast), scale, rnd, **attributes).to(policy.output)
     with torch.autocast(device.type, enabled=False):
         return spec.formula(SimpleNamespace(**cast), scale, rnd, **attributes).to(policy.output)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call, Operands, check_operands, resolve_policy
+from .call import Call, Operands, Scale, check_operands, check_scale, resolve_policy
 from .precision import Policy
 from .shapes import parse
 from .spec import OpSpec
@@ -62,26 +62,23 @@ class LibraryOp:
     def __call__(
         self,
         operands: Operands,
-        scale: Tensor,
+        scale: Scale,
         attributes: Sequence[Any],
         out_dtype: torch.dtype | None,
         autocast: torch.dtype | None,
         backend: str,
     ) -> Tensor:
+        scale = self._scale_tensor(operands, check_scale(self.spec.name, scale))
         result = self.op(*operands, scale, *attributes, out_dtype, autocast, backend)
         return result[0] if self.spec.saved else result
 
-    def scale_tensor(self, operands: Operands, scale: float | Tensor) -> Tensor:
-        """The scale as a 0-d tensor beside the operands, without a guard on its value.
-
-        Raises:
-            ValueError: it is NaN.
-        """
+    def _scale_tensor(self, operands: Operands, scale: Scale) -> Tensor:
+        """The scale as a 0-d tensor beside the operands, without a guard on its value."""
         if isinstance(scale, Tensor):
             return scale
-        if scale != scale:  # math.isnan would break the graph
-            raise ValueError(f"{self.spec.name}: scale is NaN; expected a number")
         first = operands[0]
+        if not isinstance(first, Tensor):
+            check_operands(self.spec, operands)  # raises
         assert first is not None
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         return torch.ones((), dtype=dtype, device=first.device) * scale
@@ -95,7 +92,7 @@ class LibraryOp:
     def _forward(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
         operands, scale, attributes, (out_dtype, autocast, backend) = self._split(args)
         call = self.prepare(operands, attributes, backend or None, out_dtype, autocast)
-        out, saved = call.forward(operands, scale)
+        out, saved = call.forward(operands, call.ready_scale(scale))
         return (out, *saved) if self.spec.saved else out
 
     def _fake(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
@@ -175,7 +172,7 @@ class LibraryOp:
         call = Call(self.spec, operands, policy, device, named, backend or None)
         flags = iter(needs)
         full = [not o.additive and next(flags) for o in self.spec.operands]
-        grads = call.backward(grad, operands, saved, scale, full)
+        grads = call.backward(grad, operands, saved, call.ready_scale(scale), full)
         return [g for g in grads if g is not None]
 
     def _fake_backward(self, grad: Tensor, *args: Any) -> list[Tensor]:

@@ -39,10 +39,10 @@ def power_of_2(n: int) -> int:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many tiles the device runs at once; a CPU stands for a small GPU."""
+    """How many tiles a GPU runs at once; 0 for a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
-    return 4
+    return 0
 
 
 @lru_cache(maxsize=4096)
@@ -54,9 +54,11 @@ def matmul(m: int, n: int, k: int, itemsize: int, units: int, dynamic: str) -> P
         n: columns of the output.
         k: the reduction.
         itemsize: bytes of the compute dtype.
-        units: how many tiles the device runs at once.
+        units: how many tiles the device runs at once; 0 for a CPU.
         dynamic: which dimension holds the token count.
     """
+    if not units:  # simulated: one plan, so that there is one build; splits where a GPU has them
+        return Plan(64, 32, 64, splits=2 if k > 2 * CHUNK else 1, dynamic=dynamic)
     wide = itemsize == 4
     if n > 256 and k <= 256:  # expand: a short reduction, a large output to stream
         block_m, block_n = min(64, max(16, power_of_2(m))), 128

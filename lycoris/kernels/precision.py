@@ -39,6 +39,13 @@ def tf32_allowed() -> bool:
         return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of the enclosing ``torch.autocast`` region of a device type, if there is one."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def resolve(
     op: str,
     operands: Sequence[tuple[str, torch.dtype, str]],

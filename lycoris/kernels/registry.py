@@ -116,7 +116,7 @@ def _import(path: str) -> ModuleType | str:
     except ModuleNotFoundError as error:
         return f"not installed: {error}"
     # A plug-in may fail in any way while it is imported; none may break the others.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"import failed: {type(error).__name__}: {error}"
     missing = [
         name

@@ -1,0 +1,241 @@
+"""LoRA: one skinny matrix product serves the forward pass and every gradient.
+
+h = x down^T, y = base + s h up^T, q = s g up, (d down)^T = x^T q and gx = q down are all
+``out = [base +] scale * (a @ b)`` with one short dimension. They are bound by memory: what counts
+is that the long operand streams once, in 16-byte pieces, through a pipeline of shared tiles.
+"""
+
+# No annotations import from __future__: TileLang evaluates a prim_func's annotations in its scope.
+from typing import Any
+
+import torch
+
+from lycoris.kernels.plan import CHUNK, Plan
+from lycoris.kernels.precision import Policy
+
+from .common import NAMES, build
+
+_DYNAMIC = {"": (False, False, False), "m": (True, False, False), "k": (False, False, True)}
+# TileLang 0.1.15 can't print the tail of a deeper pipeline over a symbolic number of steps.
+_STAGES_OF_DYNAMIC_K = 2
+
+
+def matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    base: torch.Tensor | None,
+    scale: float | torch.Tensor,
+    out: torch.Tensor,
+    *,
+    plan: Plan,
+    policy: Policy,
+) -> None:
+    """out = [base +] scale * (a @ b), or its partial sums over K where ``plan.splits`` > 1.
+
+    ``a`` (M, K) and ``b`` (K, N) are dense, each row-major or transposed, each fp16, bf16 or fp32;
+    both are cast to ``policy.compute`` before the product, which accumulates in fp32. ``base``
+    (M, N), laid out like ``out``, is added in fp32. ``scale`` is a number or a 0-d fp32 tensor on
+    the same device, applied in fp32 to the sum, or to each partial sum. ``out`` is (M, N), dense,
+    row-major or transposed, rounded to its dtype once; with splits it is (splits, M, N) fp32, each
+    slice over a contiguous share of K that is a multiple of ``plan.block_k``.
+
+    Raises:
+        ValueError: a tensor isn't dense, ``out`` doesn't start at a multiple of 16 bytes, or there
+            is a base for partial sums.
+        KernelBuildError: the kernel can't be built.
+    """
+    block_m, block_n = plan.block_m, plan.block_n
+    m_dynamic, n_dynamic, k_dynamic = _DYNAMIC[plan.dynamic]
+    if not out.is_contiguous():  # a transposed product is the product of the transposed operands
+        a, b, out = b.t(), a.t(), out.transpose(-1, -2)
+        base = None if base is None else base.t()
+        block_m, block_n, m_dynamic, n_dynamic = block_n, block_m, n_dynamic, m_dynamic
+    (m, k), n = a.shape, b.shape[1]
+    a, a_transposed = _row_major(a, "a")
+    b, b_transposed = _row_major(b, "b")
+    if not out.is_contiguous() or not (base is None or base.is_contiguous()):
+        raise ValueError("out or base isn't dense, or base isn't laid out like out")
+    if plan.splits > 1 and base is not None:
+        raise ValueError("every partial sum would add base")
+    on_cpu = out.device.type == "cpu"
+    if on_cpu:  # nothing is compiled in, so that a build serves every shape
+        m_dynamic = n_dynamic = k_dynamic = True
+    elif out.data_ptr() % 16:
+        raise ValueError("out must start at a multiple of 16 bytes")
+    by_tensor = isinstance(scale, torch.Tensor)
+    # 32 threads need 128 elements: the narrowest pair of mma tiles, and 4 a thread without mma.
+    warps = 1 if on_cpu else min(plan.num_warps, block_m * block_n // 128)
+    kernel = build(
+        matmul_kernel,
+        (
+            None if m_dynamic else m,
+            None if n_dynamic else n,
+            None if k_dynamic else k,
+            (block_m, block_n, plan.block_k),
+            (a.dtype, b.dtype, None if base is None else base.dtype, out.dtype, policy.compute),
+            (a_transposed, b_transposed),
+            by_tensor,
+            plan.splits,
+            policy.tf32 and not on_cpu,
+            32 * warps,
+            1 if on_cpu else plan.num_stages,
+            "int64" if on_cpu else "int32",
+        ),
+        out.device,
+    )
+    factor = scale.reshape(1) if isinstance(scale, torch.Tensor) else scale
+    if base is None:
+        kernel(a, b, factor, out)
+    else:
+        kernel(a, b, _aligned(base), factor, out)
+
+
+def _row_major(x: torch.Tensor, name: str) -> tuple[torch.Tensor, bool]:
+    """``x`` as it lies in memory, and whether that is its transpose."""
+    if x.is_contiguous():
+        return _aligned(x), False
+    x = x.t()
+    if not x.is_contiguous():
+        raise ValueError(f"{name} isn't dense: {tuple(x.t().shape)} with strides {x.t().stride()}")
+    return _aligned(x), True
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """``x``, copied where the kernel's 16-byte loads would be misaligned (an odd view)."""
+    return x if x.device.type == "cpu" or x.data_ptr() % 16 == 0 else x.clone()
+
+
+def matmul_kernel(
+    m: int | None,
+    n: int | None,
+    k: int | None,
+    blocks: tuple[int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None, torch.dtype, torch.dtype],
+    transposed: tuple[bool, bool],
+    scale_by_tensor: bool,
+    splits: int,
+    tf32: bool,
+    threads: int,
+    stages: int,
+    index: str,
+) -> Any:
+    """The prim_func behind :func:`matmul`; a size of None stays symbolic, of type ``index``.
+
+    Each step adds its product in a second level, so that no chain of matrix instructions (whose
+    fp32 adds truncate on a GPU) is longer than ``block_k``; a short K needs only one level.
+
+    fp32 without tf32 is a product of fused multiply-adds, not a matrix instruction. Splitting into
+    TF32 parts loses the last bit of an operand (two parts hold 23 of 24) and subnormals, and turns
+    infinities into NaN; at these shapes it wouldn't be faster than the memory either.
+    """
+    import tilelang.language as T  # takes seconds: not before a kernel is built
+
+    M = T.dynamic("m", index) if m is None else m
+    N = T.dynamic("n", index) if n is None else n
+    K = T.dynamic("k", index) if k is None else k
+    block_m, block_n, block_k = blocks
+    a_dtype, b_dtype, base_dtype, out_dtype, compute = (
+        None if dtype is None else NAMES[dtype] for dtype in dtypes
+    )
+    a_t, b_t = transposed
+    fused = compute == "float32" and not tf32
+    # One by one, 512 additions would use up most of fp32's bound; mma adds 8 or 16 at once.
+    two_level = k is None or k > (CHUNK // 4 if fused else CHUNK)
+    # Without mma's swizzle, lanes that read a column of rows need the rows 4 banks apart.
+    pad = 4 if fused else 0
+    a_tile = (block_k, block_m) if a_t else (block_m, block_k + pad)
+    b_tile = (block_n, block_k + pad) if b_t else (block_k, block_n)
+    grid = T.ceildiv(N, block_n), T.ceildiv(M, block_m), splits
+    steps = T.ceildiv(T.ceildiv(K, block_k), splits)
+    depth = min(stages, _STAGES_OF_DYNAMIC_K) if k is None else max(1, min(stages, int(steps)))
+    columns = min(block_n // 4, 16, threads)  # threads along N
+    rows = threads // columns
+
+    def thread_of(i: Any, j: Any) -> Any:
+        # Lanes take neighbouring columns of a transposed tile, else 4 contiguous ones each.
+        return i % rows * columns + (j if b_t else j // 4) % columns
+
+    def index_of(i: Any, j: Any) -> Any:
+        j_of_thread = j // columns if b_t else j // (4 * columns) * 4 + j % 4
+        return i // rows * (block_n // columns) + j_of_thread
+
+    @T.macro
+    def body(a: Any, b: Any, base: Any, scale: Any, out: Any) -> None:
+        with T.Kernel(*grid, threads=threads) as (bx, by, bz):
+            a_s = T.alloc_shared(a_tile, compute)
+            b_s = T.alloc_shared(b_tile, compute)
+            part = T.alloc_fragment((block_m, block_n), "float32")
+            total = T.alloc_fragment((block_m, block_n), "float32") if two_level else part
+            staged = T.alloc_shared((block_m, block_n), "float32")
+            if fused:
+                T.annotate_layout(
+                    {
+                        part: T.Fragment(
+                            (block_m, block_n),
+                            forward_thread_fn=thread_of,
+                            forward_index_fn=index_of,
+                        )
+                    }
+                )
+            T.clear(part)
+            if two_level:
+                T.clear(total)
+            for step in T.Pipelined(steps, num_stages=depth):
+                k0 = (bz * steps + step) * block_k
+                if a_t:
+                    T.copy(a[k0, by * block_m], a_s)
+                else:
+                    T.copy(a[by * block_m, k0], a_s[0:block_m, 0:block_k])
+                if b_t:
+                    T.copy(b[bx * block_n, k0], b_s[0:block_n, 0:block_k])
+                else:
+                    T.copy(b[k0, bx * block_n], b_s)
+                if two_level:  # the last step's product, while this one's tiles arrive
+                    for i, j in T.Parallel(block_m, block_n):
+                        total[i, j] += part[i, j]
+                        part[i, j] = 0
+                if fused:
+                    for k4 in T.serial(block_k // 4):
+                        for i, j in T.Parallel(block_m, block_n):
+                            for c in T.serial(4):  # one 16-byte load where K is contiguous
+                                kk = k4 * 4 + c
+                                part[i, j] += (a_s[kk, i] if a_t else a_s[i, kk]) * (
+                                    b_s[j, kk] if b_t else b_s[kk, j]
+                                )
+                else:
+                    T.gemm(a_s, b_s, part, transpose_A=a_t, transpose_B=b_t)
+            if two_level:
+                for i, j in T.Parallel(block_m, block_n):
+                    total[i, j] += part[i, j]
+            # Through shared memory: the accumulator's layout would store 2 elements at a time.
+            T.copy(total, staged)
+            for i, j in T.Parallel(block_m, block_n):
+                row = by * block_m + i
+                column = bx * block_n + j
+                if row < M and column < N:
+                    value = staged[i, j] * (scale[0] if scale_by_tensor else scale)
+                    if base is not None:
+                        value += T.cast(base[row, column], "float32")
+                    if splits > 1:
+                        out[bz, row, column] = value
+                    else:
+                        out[row, column] = value
+
+    a_type = T.Tensor((K, M) if a_t else (M, K), a_dtype)
+    b_type = T.Tensor((N, K) if b_t else (K, N), b_dtype)
+    scale_type = T.Tensor((1,), "float32") if scale_by_tensor else T.float32
+    out_type = T.Tensor((splits, M, N) if splits > 1 else (M, N), out_dtype)
+    if base_dtype is None:
+
+        @T.prim_func
+        def matmul(a: a_type, b: b_type, scale: scale_type, out: out_type) -> None:  # type: ignore[valid-type]
+            body(a, b, None, scale, out)
+
+    else:
+        base_type = T.Tensor((M, N), base_dtype)
+
+        @T.prim_func
+        def matmul(a: a_type, b: b_type, base: base_type, scale: scale_type, out: out_type) -> None:  # type: ignore[valid-type, no-redef]
+            body(a, b, base, scale, out)
+
+    return matmul

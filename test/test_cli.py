@@ -1,0 +1,232 @@
+"""The CLI: exit statuses, JSON shapes, messages, and that nothing broken breaks it."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+
+import pytest
+import torch
+
+from lycoris.__main__ import main
+from lycoris.kernels import explain, registry, report
+from lycoris.kernels.spec import SPECS
+
+MATMUL = """
+def matmul(a, b, base, scale, out, *, plan, policy):
+    result = SCALE * (a.to(policy.compute).float() @ b.to(policy.compute).float())
+    out.copy_(result if base is None else base.float() + result)
+"""
+BACKEND = "def probe(device): return None\ndef limits(op, dims, policy, device): return None\n"
+
+
+@pytest.fixture
+def plug_in(tmp_path, monkeypatch):
+    """Installs a distribution whose backend package is made of the given files."""
+
+    def install(name, **files):
+        package = tmp_path / f"{name}_backend"
+        package.mkdir()
+        for file, source in files.items():
+            (package / f"{file}.py").write_text(source)
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[lycoris.backends]\n{name} = {name}_backend\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        registry.refresh()
+
+    yield install
+    monkeypatch.undo()
+    registry.refresh()
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("BACKEND", "BACKEND_LORA_APPLY", "BACKEND_LORA_WEIGHT", "STRICT"):
+        monkeypatch.delenv(f"LYCORIS_KERNEL_{name}", raising=False)
+
+
+def run_json(capsys, *argv):
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# ---------------------------------------------------------------------------------- info
+
+
+def test_info_lists_versions_devices_backends_and_variables(capsys, monkeypatch):
+    monkeypatch.setenv("LYCORIS_KERNEL_BACKEND_LORA_APPLY", "torch")
+    found = run_json(capsys, "info")
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["devices"][0]["device"] == "cpu"
+    assert [b["name"] for b in found["backends"]][:3] == ["triton", "tilelang", "torch"]
+    assert found["backends"][2]["cpu"] == {"available": True, "reason": None}
+    variables = {v["name"]: v["value"] for v in found["environment"]}
+    assert variables["LYCORIS_KERNEL_BACKEND_LORA_APPLY"] == "torch"
+    assert variables["LYCORIS_KERNEL_STRICT"] == "0"
+
+
+def test_info_lists_broken_plug_ins_with_their_errors(capsys, plug_in):
+    plug_in("crash", __init__="raise RuntimeError('bad wheel')")
+    plug_in("prober", __init__=BACKEND.replace("return None", "return 1 / 0", 1))
+    backends = {b["name"]: b["cpu"] for b in run_json(capsys, "info")["backends"]}
+    assert backends["crash"]["reason"] == "import failed: RuntimeError: bad wheel"
+    assert "ZeroDivisionError" in backends["prober"]["reason"]
+    assert backends["torch"]["available"]
+    assert main(["info"]) == 0
+    assert "no: import failed: RuntimeError: bad wheel" in capsys.readouterr().out
+
+
+def test_info_warns_of_another_owner_of_the_import_name(capsys, monkeypatch):
+    owners = {"lycoris": ["lycoris-lora", "lycoris_kernels"]}
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: owners)
+    assert main(["info"]) == 0
+    assert "'lycoris-lora' also owns the import name" in capsys.readouterr().err
+    assert len(run_json(capsys, "info")["warnings"]) == 1
+
+
+def test_info_does_not_warn_of_this_distribution(monkeypatch):
+    monkeypatch.setattr(
+        metadata, "packages_distributions", lambda: {"lycoris": ["lycoris-kernels"]}
+    )
+    assert report.rivals() == []
+
+
+# ----------------------------------------------------------------------------------- ops
+
+
+def test_ops_describes_every_op(capsys):
+    found = {op["name"]: op for op in run_json(capsys, "ops")}
+    assert list(found) == list(SPECS)
+    for name, op in found.items():
+        assert {"operands", "backends", "bound"} <= op.keys()
+        assert [o["name"] for o in op["operands"]] == [o.name for o in SPECS[name].operands]
+        assert all(o["shapes"] for o in op["operands"]), name
+        assert "torch" in op["backends"]
+    up, *_ = found["lora_weight"]["operands"]
+    assert up["shapes"] == {"": "(O, r)", "mid": "(O, p)"}
+    assert main(["ops"]) == 0
+    assert "(q, I) with mid" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------- explain
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "operands"),
+    [
+        ("lora_apply", "T=2x8,I=64,O=32,r=4", {"x": [2, 8, 64], "up": [32, 4], "down": [4, 64]}),
+        ("lora_weight", "O=32,N=20x3x3,r=4", {"up": [32, 4], "down": [4, 20, 3, 3]}),
+        (
+            "lora_weight",
+            "O=8,p=2,q=3,I=6,k=3x3",
+            {"up": [8, 2], "down": [3, 6], "mid": [2, 3, 3, 3]},
+        ),
+    ],
+)
+def test_explain(capsys, op, shape, operands):
+    found = run_json(capsys, "explain", op, "--shape", shape, "--device", "cpu")
+    assert found["operands"] == operands
+    assert found["backend"] == "torch"
+    assert set(found["others"]) == set(registry.names()) - {"torch"}
+    assert found["policy"]["compute"] == "bfloat16"
+    assert {launch["phase"] for launch in found["launches"]} == {"forward", "backward"}
+    assert all(launch["plan"]["block_m"] for launch in found["launches"])
+
+
+@pytest.mark.parametrize("op", list(SPECS))
+def test_explain_serves_every_case_of_every_op(op):
+    spec = SPECS[op]
+    for case in spec.cases:
+        mix = (torch.bfloat16, torch.float32)
+        operands = explain.blanks(spec, case.present, case.sizes, mix)
+        binding = spec.bind(operands)
+        policy = report.Policy(torch.bfloat16, torch.float32)
+        assert explain.launches(spec, binding, operands, policy, torch.device("cpu")), case.name
+
+
+def test_explain_names_the_reason_and_the_mixed_policy(capsys, monkeypatch, plug_in):
+    plug_in("toy", __init__=BACKEND, lora=MATMUL)
+    monkeypatch.setenv("LYCORIS_KERNEL_BACKEND_LORA_APPLY", "toy")
+    argv = ["explain", "lora_apply", "--shape", "T=8,I=4,O=4,r=2", "--with", "base"]
+    assert main([*argv, "--adapter-dtype", "fp32", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "backend: toy (named by LYCORIS_KERNEL_BACKEND_LORA_APPLY)" in out
+    assert "not torch: able; toy was named" in out
+    assert "products in bfloat16, sums in fp32, output in float32" in out
+    assert "base (8, 4)" in out
+
+
+def test_explain_says_why_a_named_backend_cannot(capsys, plug_in):
+    plug_in("small", __init__=BACKEND[:-12] + "return 'small: rank 4 > 2'\n", lora=MATMUL)
+    argv = ["explain", "lora_apply", "--shape", "T=8,I=4,O=4,r=4", "--device", "cpu"]
+    assert main([*argv, "--backend", "small"]) == 1
+    assert "small: rank 4 > 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nope"], "unknown op 'nope'; known: lora_apply, lora_weight"),
+        (["lora_weight", "--shape", "O=3"], "needs the sizes O, r, N; or with mid: O, p, q, k, I"),
+        (["lora_weight", "--shape", "O=3;N"], "'O=3;N' is not SYMBOL=SIZE"),
+        (["lora_apply", "--shape", "T=1,I=1,O=1,r=1", "--with", "mid"], "optional operands: base"),
+        (["lora_apply", "--shape", "T=1,I=1,O=1,r=0"], "expected r to be at least 1"),
+        (["lora_apply", "--shape", "T=1,I=1,O=1,r=1", "--backend", "x"], "unknown backend 'x'"),
+        (
+            ["lora_apply", "--shape", "T=1,I=1,O=1,r=1", "--dtype=fp16", "--adapter-dtype=bf16"],
+            "float16 and bfloat16 can't meet",
+        ),
+    ],
+)
+def test_explain_usage_errors(capsys, argv, message):
+    assert main(["explain", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------- parity
+
+PARITY = ["parity", "--op", "lora_weight", "--device", "cpu", "--case", "base"]
+
+
+def test_parity_passes_and_writes_its_rows(capsys, plug_in, tmp_path):
+    plug_in("toy", __init__=BACKEND, lora=MATMUL.replace("SCALE", "scale"))
+    file = tmp_path / "rows.json"
+    assert main([*PARITY, "--backend", "toy", "--dtype", "bf16", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())
+    assert {r["case"] for r in rows} == {"base", "tucker base"}
+    assert {"op", "backend", "dtypes", "ulp", "bound", "why", "pass"} <= rows[0].keys()
+    assert "0 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("scale", "why"), [("1.0", "grad up:"), ("1 / 0", "ZeroDivisionError")])
+def test_parity_fails_on_a_fault(capsys, plug_in, scale, why):
+    plug_in("faulty", __init__=BACKEND, lora=MATMUL.replace("SCALE", scale))
+    assert main([*PARITY, "--backend", "faulty", "--dtype", "fp32"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL lora_weight, faulty, base, fp32" in out
+    assert why in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--op", "nope"], "unknown op 'nope'; known: lora_apply"),
+        (["--backend", "nope"], "unknown backend 'nope'; known: triton, tilelang, torch"),
+        (["--backend", "crash"], "crash: import failed: RuntimeError: bad wheel"),
+        (["--dtype", "int8"], "unknown dtype 'int8'; known: fp16, bf16"),
+        (["--case", "no such case"], "nothing to run"),
+    ],
+)
+def test_parity_usage_errors(capsys, plug_in, argv, message):
+    plug_in("crash", __init__="raise RuntimeError('bad wheel')")
+    assert main(["parity", *argv, "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_command_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    assert stopped.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""README.md and docs/ say what is so: their code runs, and their commands and links hold."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from lycoris.kernels import registry
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("C*.md")])
+_FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str, language: str) -> list[tuple[str, str]]:
+    """(file named on the fence or "", code) of every block in a language."""
+    return [
+        (extra.strip().removeprefix("file="), code)
+        for found, extra, code in _FENCE.findall(page)
+        if found == language
+    ]
+
+
+def run(page: str, folder: Path, **environment: str) -> str:
+    """Writes a page's named files, then runs its other Python blocks as one script."""
+    script = ""
+    for name, code in [*blocks(page, "python"), *blocks(page, "toml")]:
+        if name:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(code)
+        else:
+            script += code + "\n"
+    (folder / "page.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "page.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def install(folder: Path) -> None:
+    """Does what pip would with the page's pyproject.toml, as far as entry points go."""
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
+    lines = [
+        line
+        for group, points in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "tilelang"])
+def test_the_example_runs_on(backend: str, tmp_path: Path) -> None:
+    reason = registry.availability(backend, torch.device("cpu"))
+    if reason:
+        pytest.skip(reason)  # says what to install
+    printed = run(README, tmp_path, LYCORIS_KERNEL_BACKEND=backend, LYCORIS_KERNEL_STRICT="1")
+    losses = [float(value) for value in re.findall(r"loss (\S+)", printed)]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    assert f"ran on {backend}" in printed
+
+
+@pytest.mark.parametrize("name", ["numerics", "adding-an-op"])
+def test_the_snippets_run(name: str, tmp_path: Path) -> None:
+    assert run((ROOT / f"docs/{name}.md").read_text(), tmp_path)
+
+
+def test_the_toy_backend_is_found_and_passes(tmp_path: Path) -> None:
+    page = (ROOT / "docs/adding-a-backend.md").read_text()
+    for name, code in blocks(page, "toml"):
+        (tmp_path / name).write_text(code)
+    install(tmp_path)
+    run(page, tmp_path)
+
+
+def test_every_snippet_is_run_by_a_test() -> None:
+    run_here = {"README.md", "numerics.md", "adding-an-op.md", "adding-a-backend.md"}
+    assert {p.name for p in PAGES if blocks(p.read_text(), "python")} == run_here
+
+
+def test_ci_runs_the_readme_commands_verbatim() -> None:
+    commands = [code.splitlines() for _, code in blocks(README, "bash") if ".[dev]" in code]
+    quick, tests = commands
+    assert quick[-1].endswith("bench/kernels/quick.py")
+    assert "pytest" in tests[-1]
+    lines = [line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()]
+    assert "\n".join(tests) in "\n".join(lines)
+    assert [line for line in lines if line.startswith(quick[-1])]
+
+
+COMMANDS = [
+    line
+    for _, code in blocks(README, "bash")
+    for line in code.splitlines()
+    if line.startswith("python ")
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_are_understood(command: str) -> None:
+    _, *arguments = shlex.split(command, comments=True)
+    if "parity" in command or "quick" in command:
+        arguments.append("--help")  # stops before the work, after the arguments before it
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_the_environment_page_is_up_to_date() -> None:
+    page = ROOT / "docs/environment.md"
+    generated = runpy.run_path(str(ROOT / "docs/generate.py"))["render"]()
+    assert page.read_text() == generated, "run python docs/generate.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
+    assert not [link for link in links if not (page.parent / link).exists()]
+    # A path in code style, from the root, without a placeholder in it.
+    folders = r"lycoris|backends|test|bench|docs|\.ci"
+    paths = re.findall(rf"`((?:{folders})/[\w./-]*)`", text)
+    assert not [path for path in paths if not (ROOT / path).exists()]
