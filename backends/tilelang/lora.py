@@ -57,7 +57,7 @@ def matmul(
         raise ValueError("out or base isn't dense, or base isn't laid out like out")
     if plan.splits > 1 and base is not None:
         raise ValueError("every partial sum would add base")
-    on_cpu = out.device.type == "cpu"
+    on_cpu = not out.is_cuda
     if on_cpu:  # nothing is compiled in, so that a build serves every shape
         m_dynamic = n_dynamic = k_dynamic = True
     elif out.data_ptr() % 16:
@@ -85,9 +85,9 @@ def matmul(
     )
     factor = scale.reshape(1) if isinstance(scale, torch.Tensor) else scale
     if base is None:
-        kernel(a, b, factor, out)
+        kernel(a, b, factor, _compact(out))
     else:
-        kernel(a, b, _aligned(base), factor, out)
+        kernel(a, b, _aligned(base), factor, _compact(out))
 
 
 def _row_major(x: torch.Tensor, name: str) -> tuple[torch.Tensor, bool]:
@@ -102,7 +102,12 @@ def _row_major(x: torch.Tensor, name: str) -> tuple[torch.Tensor, bool]:
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """``x``, copied where the kernel's 16-byte loads would be misaligned (an odd view)."""
-    return x if x.device.type == "cpu" or x.data_ptr() % 16 == 0 else x.clone()
+    return _compact(x.clone() if x.is_cuda and x.data_ptr() % 16 else x)
+
+
+def _compact(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous ``x`` with a last stride of 1, which the CUDA launch demands of a size 1 too."""
+    return x if x.stride()[-1] == 1 else x.view(-1).view(x.shape)
 
 
 def matmul_kernel(

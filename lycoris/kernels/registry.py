@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from types import ModuleType, TracebackType
@@ -146,7 +146,15 @@ def availability(name: str, device: torch.device) -> str | None:
     module = load(name)
     if isinstance(module, str):
         return module
-    return None if hasattr(module, "run_formula") else module.probe(device)
+    return None if hasattr(module, "run_formula") else _ask(module.probe, device)
+
+
+def _ask(check: Callable[..., str | None], *args: Any) -> str | None:
+    # A plug-in's own check may be broken too; that is a reason like any other.
+    try:
+        return check(*args)
+    except Exception as error:
+        return f"{check.__name__}() failed: {type(error).__name__}: {error}"
 
 
 def capability(
@@ -175,7 +183,7 @@ def capability(
     if isinstance(found, str):
         return found
     failed = _failed.get(_key(name, op, dims, policy, device))
-    return failed or module.limits(op, dims, policy, device)
+    return failed or _ask(module.limits, op, dims, policy, device)
 
 
 def _key(

@@ -61,7 +61,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"{len(rows)} rows written to {target}")
 
 
-def ideal_matmul(a: Any, b: Any, base: Any, scale: Any, out: Any, *, plan: Any, policy: Any) -> None:
+def ideal_matmul(
+    a: Any, b: Any, base: Any, scale: Any, out: Any, *, plan: Any, policy: Any
+) -> None:
     """The launcher's contract in plain PyTorch: fp32 accumulation, one rounding."""
     a, b = a.to(policy.compute).float(), b.to(policy.compute).float()
     if plan.splits == 1:

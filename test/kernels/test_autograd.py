@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lycoris.functional import lora_apply, lora_weight
+from lycoris.kernels.schedule import Schedule
 
 Factors = tuple[Tensor, Tensor, Tensor]
 
@@ -107,9 +108,7 @@ def test_only_the_needed_gradients_cost_anything(
     named["base"] = torch.randn(3, 5, 6)
     for name in wanted.split():
         named[name].requires_grad_()
-    out = lora_apply(
-        named["x"], named["up"], named["down"], 0.7, base=named["base"], backend=fused
-    )
+    out = lora_apply(named["x"], named["up"], named["down"], 0.7, base=named["base"], backend=fused)
     monkeypatch.setattr(family, "matmul", counted)
     out.sum().backward()
     for name, t in named.items():
@@ -130,6 +129,24 @@ def test_nothing_but_the_inputs_is_saved(fused: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         lora_apply(x, up, down, 0.7, base=base, backend=fused)
     assert {t.data_ptr() for t in saved} == {x.data_ptr(), up.data_ptr(), down.data_ptr()}
+
+
+def test_the_bypass_never_allocates_the_weight(fused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_in, n_out, tokens = 160, 144, 5
+    sizes: list[int] = []
+    plain_empty = Schedule.empty
+
+    def empty(self: Schedule, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made = plain_empty(self, shape, dtype)
+        sizes.append(made.numel())
+        return made
+
+    monkeypatch.setattr(Schedule, "empty", empty)
+    x, up, down = torch.randn(tokens, n_in), torch.randn(n_out, 2), torch.randn(2, n_in)
+    leaves = [t.requires_grad_() for t in (x, up, down)]
+    lora_apply(*leaves, 0.7, backend=fused).sum().backward()
+    assert len(sizes) == 7  # h, y; then h, q and three gradients
+    assert max(sizes) <= tokens * max(n_in, n_out)
 
 
 def test_nothing_aliases_an_input(fused: str) -> None:

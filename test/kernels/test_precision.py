@@ -81,9 +81,9 @@ def test_autocast(fused: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = lora_apply(x, up, down, 0.7, backend=fused)
         eager = lora_apply(x, up, down, 0.7, backend="torch")
-    assert out.dtype == eager.dtype == torch.nn.functional.linear(
-        x.bfloat16(), down.bfloat16()
-    ).dtype
+    assert (
+        out.dtype == eager.dtype == torch.nn.functional.linear(x.bfloat16(), down.bfloat16()).dtype
+    )
     assert torch.equal(out, expected)
     out.sum().backward()
     assert up.grad is not None

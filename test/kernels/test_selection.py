@@ -191,7 +191,9 @@ def test_a_backward_kernel_that_does_not_build_steps_on_too(ranked: PlugIn) -> N
     torch.testing.assert_close(up.grad, wanted.grad)
 
 
-@pytest.mark.parametrize("error", ["RuntimeError('no driver')", "SystemExit(3)", "ImportError('x')"])
+@pytest.mark.parametrize(
+    "error", ["RuntimeError('no driver')", "SystemExit(3)", "ImportError('x')"]
+)
 def test_a_backend_that_fails_to_import_is_listed_and_breaks_nothing(
     error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plug_in: PlugIn
 ) -> None:
@@ -206,6 +208,18 @@ def test_a_backend_that_fails_to_import_is_listed_and_breaks_nothing(
         lora_apply(X, UP, DOWN, backend="bad")
     assert lora_apply(X, UP, DOWN).shape == (5, 6)
     registry._loaded.pop("bad", None)
+
+
+def test_a_check_that_raises_is_a_reason(plug_in: PlugIn) -> None:
+    def broken_check(*args: object) -> str | None:
+        raise OSError("no such driver")
+
+    plug_in("odd", probe=broken_check)
+    reason = registry.availability("odd", torch.device("cpu"))
+    assert reason == "broken_check() failed: OSError: no such driver"
+    plug_in("odd", limits=broken_check)
+    with pytest.raises(BackendError, match=r"odd: can't run lora_apply: broken_check\(\) failed"):
+        lora_apply(X, UP, DOWN, backend="odd")
 
 
 def test_a_package_that_is_no_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,7 +213,8 @@ _WEIGHT_CASES = (
     Case("zero up", _WEIGHT_SIZES, "zero_factor", present=("base",)),
     Case("strided", _WEIGHT_SIZES, layout="strided", present=("base",)),
     Case("expanded", _WEIGHT_SIZES, layout="expanded"),
-    Case("llm", {"O": 4096, "N": 4096, "r": 16}, present=("base",), device="cuda"),
+    Case("llm", {"O": 4096, "N": 4096, "r": 16}, device="cuda"),
+    Case("llm base", {"O": 4096, "N": 4096, "r": 16}, present=("base",), device="cuda"),
     Case("gpu ragged", {"O": 4099, "N": 3071, "r": 13}, device="cuda"),
     Case("gpu conv", {"O": 1280, "N": (640, 3, 3), "r": 32}, present=("base",), device="cuda"),
     Case(
