@@ -1,1 +1,1 @@
-"""The in-tree backends, imported by name through :mod:`lycoris.kernels.registry`, never directly."""
+"""The in-tree backends, imported through :mod:`lycoris.kernels.registry`, never directly."""

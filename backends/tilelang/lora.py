@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
@@ -20,6 +21,7 @@ _DYNAMIC = {"": (False, False, False), "m": (True, False, False), "k": (False, F
 _STAGES_OF_DYNAMIC_K = 2
 
 
+@prepared
 def matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -29,7 +31,7 @@ def matmul(
     *,
     plan: Plan,
     policy: Policy,
-) -> None:
+) -> Launch:
     """out = [base +] scale * (a @ b), or its partial sums over K where ``plan.splits`` > 1.
 
     ``a`` (M, K) and ``b`` (K, N) are dense, each row-major or transposed, each fp16, bf16 or fp32;
@@ -44,17 +46,19 @@ def matmul(
             is a base for partial sums.
         KernelBuildError: the kernel can't be built.
     """
+    (m, k), n = a.shape, b.shape[1]
     block_m, block_n = plan.block_m, plan.block_n
     m_dynamic, n_dynamic, k_dynamic = _DYNAMIC[plan.dynamic]
-    if not out.is_contiguous():  # a transposed product is the product of the transposed operands
-        a, b, out = b.t(), a.t(), out.transpose(-1, -2)
-        base = None if base is None else base.t()
-        block_m, block_n, m_dynamic, n_dynamic = block_n, block_m, n_dynamic, m_dynamic
-    (m, k), n = a.shape, b.shape[1]
-    a, a_transposed = _row_major(a, "a")
-    b, b_transposed = _row_major(b, "b")
-    if not out.is_contiguous() or not (base is None or base.is_contiguous()):
-        raise ValueError("out or base isn't dense, or base isn't laid out like out")
+    a_transposed, b_transposed = _is_transposed(a, "a"), _is_transposed(b, "b")
+    swap = not out.is_contiguous()
+    if swap:  # a transposed product is the product of the transposed operands
+        m, n, m_dynamic, n_dynamic = n, m, n_dynamic, m_dynamic
+        block_m, block_n = block_n, block_m
+        a, b, a_transposed, b_transposed = b, a, not b_transposed, not a_transposed
+    if not (out.mT if swap else out).is_contiguous():
+        raise ValueError(f"out isn't dense: {tuple(out.shape)} with strides {out.stride()}")
+    if base is not None and not (base.mT if swap else base).is_contiguous():
+        raise ValueError("base isn't laid out like out")
     if plan.splits > 1 and base is not None:
         raise ValueError("every partial sum would add base")
     on_cpu = not out.is_cuda
@@ -62,7 +66,6 @@ def matmul(
         m_dynamic = n_dynamic = k_dynamic = True
     elif out.data_ptr() % 16:
         raise ValueError("out must start at a multiple of 16 bytes")
-    by_tensor = isinstance(scale, torch.Tensor)
     # 32 threads need 128 elements: the narrowest pair of mma tiles, and 4 a thread without mma.
     warps = 1 if on_cpu else min(plan.num_warps, block_m * block_n // 128)
     kernel = build(
@@ -74,7 +77,7 @@ def matmul(
             (block_m, block_n, plan.block_k),
             (a.dtype, b.dtype, None if base is None else base.dtype, out.dtype, policy.compute),
             (a_transposed, b_transposed),
-            by_tensor,
+            isinstance(scale, torch.Tensor),
             plan.splits,
             policy.tf32 and not on_cpu,
             32 * warps,
@@ -83,21 +86,34 @@ def matmul(
         ),
         out.device,
     )
-    factor = scale.reshape(1) if isinstance(scale, torch.Tensor) else scale
-    if base is None:
-        kernel(a, b, factor, _compact(out))
-    else:
-        kernel(a, b, _aligned(base), factor, _compact(out))
+    # The kernel takes tensors as they lie in memory: row-major, by their own layout flags.
+    a_flips, b_flips = a_transposed != swap, b_transposed != swap
+
+    def launch(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        base: torch.Tensor | None,
+        scale: float | torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        if swap:
+            a, b, out = b, a, out.mT
+        operands = [_aligned(a.t() if a_flips else a), _aligned(b.t() if b_flips else b)]
+        if base is not None:
+            operands.append(_aligned(base.mT if swap else base))
+        factor = scale.reshape(1) if isinstance(scale, torch.Tensor) else scale
+        kernel(*operands, factor, _compact(out))
+
+    return launch
 
 
-def _row_major(x: torch.Tensor, name: str) -> tuple[torch.Tensor, bool]:
-    """``x`` as it lies in memory, and whether that is its transpose."""
+def _is_transposed(x: torch.Tensor, name: str) -> bool:
+    """Whether ``x`` lies in memory as its transpose."""
     if x.is_contiguous():
-        return _aligned(x), False
-    x = x.t()
-    if not x.is_contiguous():
-        raise ValueError(f"{name} isn't dense: {tuple(x.t().shape)} with strides {x.t().stride()}")
-    return _aligned(x), True
+        return False
+    if not x.t().is_contiguous():
+        raise ValueError(f"{name} isn't dense: {tuple(x.shape)} with strides {x.stride()}")
+    return True
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from lycoris.kernels.errors import KernelBuildError
 
 #: Held while interpreting, when Triton's language functions are replaced for the whole process,
-#: and by every compiled launch, because the first one compiles through those same functions.
+#: and while compiling, which goes through those same functions.
 LOCK = threading.RLock()
 if hasattr(os, "register_at_fork"):
     # A child forked while another thread interprets would keep the replacements and the lock.
@@ -34,27 +36,53 @@ class Kernel:
         self.name = fn.__name__
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """Run the kernel on every program of ``grid``.
+        """Run the kernel once on every program of ``grid``; see :meth:`prepare`."""
+        self.prepare(grid, args, options)(*args)
 
-        ``args`` are the kernel's, the first one a tensor: its device decides where to run.
-        ``options`` are constexprs by name and num_warps, num_stages.
+    def prepare(
+        self,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        fixed: tuple[Any, ...] = (),
+    ) -> Callable[..., None]:
+        """A launcher with all but ``args`` settled, for launches like this one.
+
+        ``args`` are the kernel's first arguments, the very first a tensor: its device decides
+        where to run. Later ones must have the same types, and pointers and integers be multiples
+        of 16 where these are. ``fixed`` are the arguments after them; ``options`` are constexprs
+        by name, in the kernel's order, and num_warps, num_stages.
 
         Raises:
-            KernelBuildError: the kernel can't be compiled, or interpreted.
+            KernelBuildError: the kernel can't be compiled. An interpreted one says so when run.
         """
         device = args[0].get_device()
-        try:
-            if device < 0 or triton.knobs.runtime.interpret:
-                from . import interpreter
+        if device < 0 or triton.knobs.runtime.interpret:
+            return partial(self._interpret, grid, fixed, options)
+        with self._building(), LOCK, torch.cuda.device(device):
+            compiled = self.jit.run(*args, *fixed, grid=grid, warmup=True, **options)
+            run = compiled[(*grid, 1, 1)[:3]]  # loads it
+        # Triton's own launch would work out types and divisibility again, four times the cost.
+        rest = (*fixed, *(options[name] for name in self.jit.arg_names[len(args) + len(fixed) :]))
+        current_stream = torch._C._cuda_getCurrentRawStream
 
-                with LOCK:
-                    interpreter.run(self.jit, grid, args, options)
-            elif device == torch.cuda.current_device():
-                with LOCK:
-                    self.jit.run(*args, grid=grid, warmup=False, **options)
-            else:
-                with LOCK, torch.cuda.device(device):
-                    self.jit.run(*args, grid=grid, warmup=False, **options)
+        def launch(*args: Any) -> None:
+            run(*args, *rest, stream=current_stream(device))
+
+        return launch
+
+    def _interpret(
+        self, grid: tuple[int, ...], fixed: tuple[Any, ...], options: dict[str, Any], *args: Any
+    ) -> None:
+        from . import interpreter
+
+        with self._building(), LOCK:
+            interpreter.run(self.jit, grid, (*args, *fixed), options)
+
+    @contextmanager
+    def _building(self) -> Iterator[None]:
+        try:
+            yield
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:

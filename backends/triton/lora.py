@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
@@ -94,6 +95,7 @@ def _matmul(
     tl.store(out + tile_out, acc.to(out.dtype.element_ty), mask=inside)
 
 
+@prepared
 def matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -103,7 +105,7 @@ def matmul(
     *,
     plan: Plan,
     policy: Policy,
-) -> None:
+) -> Launch:
     """out = [base +] scale * (a @ b).
 
     ``a`` (M, K), ``b`` (K, N), ``base`` (M, N): strided views, each fp16, bf16 or fp32. a and b
@@ -115,32 +117,33 @@ def matmul(
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
-    m, k = a.shape
-    n = b.shape[1]
+    (m, k), n = a.shape, b.shape[1]
     block_m, block_n, block_k, splits = plan.block_m, plan.block_n, plan.block_k, plan.splits
-    # Plain arithmetic: triton.cdiv costs a host some microseconds.
-    share = -(-k // (splits * block_k)) * block_k
+    share = triton.cdiv(k, splits * block_k) * block_k
     if policy.compute is torch.float32 and not policy.tf32:
         precision = "ieee" if k < _MIN_TRIPLE else "tf32x3"
     else:
         precision = "tf32"
-    _matmul(
-        (-(-m // block_m) * -(-n // block_n), splits),
-        a, b, base, scale, out,
-        m, n, k, share,
-        *a.stride(), *b.stride(),
+    fixed = (
+        *(m, n, k, share),
+        *a.stride(),
+        *b.stride(),
         *((0, 0) if base is None else base.stride()),
         *(out.stride() if splits > 1 else (0, *out.stride())),
-        COMPUTE=_TL_DTYPE[policy.compute],
-        PRECISION=precision,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        EVEN_M=m % block_m == 0,
-        EVEN_N=n % block_n == 0,
-        EVEN_K=k % block_k == 0,
-        ONE_STEP=splits == 1 and k <= block_k,
-        FLUSH=max(CHUNK, block_k) if share > CHUNK else 0,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-    )  # fmt: skip
+    )
+    options = {
+        "COMPUTE": _TL_DTYPE[policy.compute],
+        "PRECISION": precision,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "EVEN_M": m % block_m == 0,
+        "EVEN_N": n % block_n == 0,
+        "EVEN_K": k % block_k == 0,
+        "ONE_STEP": splits == 1 and k <= block_k,
+        "FLUSH": max(CHUNK, block_k) if share > CHUNK else 0,
+        "num_warps": plan.num_warps,
+        "num_stages": plan.num_stages,
+    }
+    grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), splits)
+    return _matmul.prepare(grid, (a, b, base, scale, out), options, fixed)

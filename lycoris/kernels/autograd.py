@@ -95,7 +95,8 @@ class Op:
         if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
             return self.library(operands, scale, attributes, out_dtype, autocast, override or "")
         call = self.prepare(operands, attributes, override, out_dtype, autocast)
-        scale = call.ready_scale(check_scale(self.spec.name, scale))
+        if type(scale) is not float or scale != scale:
+            scale = call.ready_scale(check_scale(self.spec.name, scale))
         if call.runs_formula or torch._C._are_functorch_transforms_active():
             return call.formula(operands, scale)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):

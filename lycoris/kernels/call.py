@@ -6,7 +6,7 @@ once per such key and used for every later call like it, forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from numbers import Real
 from types import SimpleNamespace
@@ -100,9 +100,7 @@ def check_scale(op: str, scale: Any) -> Scale:
 
 
 def _ready(t: Tensor) -> Tensor:
-    # Kernels read dense rows with 16-byte accesses, and may refuse what requires a gradient.
-    if t.requires_grad:
-        t = t.detach()
+    # Kernels read dense rows with 16-byte accesses.
     if not t.is_contiguous():
         t = t.contiguous()
     return t if t.data_ptr() % 16 == 0 else t.clone()
@@ -127,6 +125,9 @@ class Call:
         self.override = override
         self.binding: Binding = spec.bind(operands)
         self.roles = {o.name: o.role for o in spec.operands}
+        self.layout = [(o.name, self.binding.flat.get(o.name, ())) for o in spec.operands]
+        given = {o.name for o, t in zip(spec.operands, operands, strict=True) if t is not None}
+        self.folds = spec.fold is not None and spec.fold_with in given
         self._choose()
 
     def _choose(self) -> None:
@@ -136,10 +137,8 @@ class Call:
         )
         # A call without elements has no work for a kernel.
         self.runs_formula = not self.choice.has_kernels or 0 in dims.values()
-        folds = spec.fold is not None and self.policy.name == "mma16"
-        wide = replace(self.policy, compute=torch.float32) if folds else self.policy
-        self.run = Schedule(self.choice.module, self.policy, self.device)
-        self.run_folded = Schedule(self.choice.module, wide, self.device)
+        policy = replace(self.policy, compute=torch.float32) if self.folds else self.policy
+        self.run = Schedule(self.choice.module, policy, self.device)
 
     def ready_scale(self, scale: Scale) -> Scale:
         """A checked scale as kernels take it: a float, or a 0-d fp32 tensor on the device.
@@ -251,38 +250,29 @@ class Call:
     def _saved_shape(self, shape: str) -> tuple[int, ...]:
         return tuple(self.binding.dims[symbol] for symbol, _ in parse(shape))
 
-    def _kernel_operands(
-        self, flat: dict[str, Tensor | None], folded: Mapping[str, Tensor | None]
-    ) -> SimpleNamespace:
-        if folded:  # fp32 kernels: what the policy casts is cast here
-            flat = {n: t if t is None else self._cast(n, t) for n, t in flat.items()}
-            flat.update(folded)
-        return SimpleNamespace(**{n: t if t is None else _ready(t) for n, t in flat.items()})
-
-    def _cast(self, name: str, t: Tensor) -> Tensor:
-        t = t.detach()
-        return t.to(self.policy.compute) if self.roles[name] == "mma" else t
-
-    def _fold_sources(self, flat: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        return {n: t if t is None else self._cast(n, t).float() for n, t in flat.items()}
-
-    def _fold(self, sources: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        assert self.spec.fold is not None
-        with torch.autocast(self.device.type, enabled=False):
-            return dict(self.spec.fold(SimpleNamespace(**sources)))
+    def _arrange(self, operands: Operands) -> SimpleNamespace:
+        """The operands by name as kernels take them: flattened, dense and aligned."""
+        t = SimpleNamespace()
+        for (name, shape), value in zip(self.layout, operands, strict=True):
+            if value is not None:
+                if value.shape != shape:
+                    value = value.reshape(shape)
+                value = _ready(value)
+            setattr(t, name, value)
+        return t
 
     def _launch_forward(self, operands: Operands, scale: Scale) -> tuple[Tensor, list[Tensor]]:
-        flat = flatten(self.spec, self.binding, operands)
-        folded = self._fold(self._fold_sources(flat)) if self.spec.fold else {}
-        run = self.run_folded if folded else self.run
+        run, t = self.run, self._arrange(operands)
+        if self.folds:
+            sources = self._fold_sources(t, frozenset())
+            t = SimpleNamespace(**self._cast(t) | self._fold(sources))
         out = run.empty(self.binding.flat["out"], self.policy.output)
         saved = [run.empty(self._saved_shape(s.shape), torch.float32) for s in self.spec.saved]
         keep = SimpleNamespace(**{s.name: t for s, t in zip(self.spec.saved, saved, strict=True)})
         with run.on_device():
-            self.spec.forward(
-                run, self._kernel_operands(flat, folded), scale, out, keep, **self.attributes
-            )
-        return out.view(self.binding.out_shape), saved
+            self.spec.forward(run, t, scale, out, keep, **self.attributes)
+        shape = self.binding.out_shape
+        return out if out.shape == shape else out.view(shape), saved
 
     def _launch_backward(
         self,
@@ -292,69 +282,78 @@ class Call:
         scale: Scale,
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
-        names = [o.name for o in self.spec.operands]
-        needed = {n for n, need in zip(names, needs, strict=True) if need}
-        flat = flatten(self.spec, self.binding, operands)
+        run, t = self.run, self._arrange(operands)
+        grads = SimpleNamespace()
+        for (name, shape), value, need in zip(self.layout, operands, needs, strict=True):
+            made = run.empty(shape, value.dtype) if need and value is not None else None
+            setattr(grads, name, made)
+        flat = self.binding.flat["out"]
+        grad = grad if grad.shape == flat else grad.reshape(flat)
         sources: dict[str, Tensor | None] = {}
         folded: dict[str, Tensor | None] = {}
-        if self.spec.fold:
+        if self.folds:
+            needed = {n for (n, _), need in zip(self.layout, needs, strict=True) if need}
             with torch.enable_grad():
-                sources = self._fold_sources(flat)
-                for name in needed:
-                    source = sources[name]
-                    if source is not None:
-                        source.requires_grad_()
+                sources = self._fold_sources(t, needed)
                 folded = self._fold(sources)
-        run = self.run_folded if folded else self.run
-        buffers: dict[str, Tensor | None] = dict.fromkeys(names)
-        for operand, t in zip(self.spec.operands, operands, strict=True):
-            name = operand.name
-            if name in folded:
-                value = folded[name]
-                if value is not None and value.requires_grad:
-                    buffers[name] = run.empty(tuple(value.shape), torch.float32)
-            elif name in needed and t is not None:
-                buffers[name] = run.empty(self.binding.flat[name], t.dtype)
-        grad = grad.reshape(self.binding.flat["out"])
-        if folded:
+            t = SimpleNamespace(**self._cast(t) | folded)
+            for name, value in folded.items():
+                wanted = value is not None and value.requires_grad
+                shape = tuple(value.shape) if value is not None else ()
+                setattr(grads, name, run.empty(shape, torch.float32) if wanted else None)
             grad = grad.to(self.policy.compute)
         keep = SimpleNamespace(**{s.name: t for s, t in zip(self.spec.saved, saved, strict=True)})
         with run.on_device():
-            self.spec.backward(
-                run,
-                _ready(grad),
-                self._kernel_operands(flat, folded),
-                keep,
-                scale,
-                SimpleNamespace(**buffers),
-                **self.attributes,
-            )
-        if folded:
-            self._unfold(sources, folded, buffers, needed)
+            self.spec.backward(run, _ready(grad), t, keep, scale, grads, **self.attributes)
+        if self.folds:
+            self._unfold(sources, folded, grads.__dict__)
         return [
-            None if b is None or t is None or n not in needed else b.to(t.dtype).view(t.shape)
-            for n, b, t in ((n, buffers[n], t) for n, t in zip(names, operands, strict=True))
+            None if value is None or not need else self._as_gradient(getattr(grads, name), value)
+            for (name, _), value, need in zip(self.layout, operands, needs, strict=True)
         ]
+
+    @staticmethod
+    def _as_gradient(made: Tensor, operand: Tensor) -> Tensor:
+        if made.dtype != operand.dtype:
+            made = made.to(operand.dtype)
+        return made if made.shape == operand.shape else made.view(operand.shape)
+
+    # ------------------------------------------------------------------ folding
+
+    def _cast(self, t: SimpleNamespace) -> dict[str, Tensor | None]:
+        # Folded calls run fp32 kernels: what the policy casts is cast here.
+        return {
+            n: v.to(self.policy.compute) if v is not None and self.roles[n] == "mma" else v
+            for n, v in t.__dict__.items()
+        }
+
+    def _fold_sources(self, t: SimpleNamespace, needed: Set[str]) -> dict[str, Tensor | None]:
+        return {
+            n: v if v is None else v.detach().float().requires_grad_(n in needed)
+            for n, v in self._cast(t).items()
+        }
+
+    def _fold(self, sources: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        assert self.spec.fold is not None
+        with torch.autocast(self.device.type, enabled=False):
+            return dict(self.spec.fold(SimpleNamespace(**sources)))
 
     @staticmethod
     def _unfold(
         sources: Mapping[str, Tensor | None],
         folded: Mapping[str, Tensor | None],
-        buffers: dict[str, Tensor | None],
-        needed: set[str],
+        grads: dict[str, Tensor | None],
     ) -> None:
         """Carries the folded operands' gradients back to what they were folded from, in fp32."""
-        made = [(n, v) for n, v in folded.items() if v is not None and v.requires_grad]
-        wanted = [n for n in folded if n in needed]
+        made = [n for n in folded if grads[n] is not None]
+        wanted = {n: s for n in folded if (s := sources[n]) is not None and s.requires_grad}
         found = (
             torch.autograd.grad(
-                [v for _, v in made],
-                [s for n in wanted if (s := sources[n]) is not None],
-                [b for n, _ in made if (b := buffers[n]) is not None],
+                [v for n in made if (v := folded[n]) is not None],
+                list(wanted.values()),
+                [g for n in made if (g := grads[n]) is not None],
             )
             if made
             else ()
         )
-        for n in folded:
-            buffers[n] = None
-        buffers.update(zip(wanted, found, strict=True))
+        grads.update(dict.fromkeys(folded), **dict(zip(wanted, found, strict=True)))

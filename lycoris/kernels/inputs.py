@@ -54,8 +54,8 @@ def draw(
         _cancel(used, shapes, values, generator)
     elif case.fill == "subnormal":
         # The output falls below the smallest normal number of the working dtype.
-        values[used[0].name] *= 2.0**-8 if half else 2.0**-118
-        values[used[1].name] *= 2.0**-8 if half else 2.0**-10
+        values[used[0].name] *= 2.0**-8 if half else 2.0**-60
+        values[used[1].name] *= 2.0**-8 if half else 2.0**-68
     elif case.fill == "near_overflow":
         # grad @ up overflows fp16, and scale times it does not.
         grad *= 4096

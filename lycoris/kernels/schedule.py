@@ -17,23 +17,26 @@ from . import plan, registry
 from .errors import BackendError
 from .precision import Policy
 
+_HERE = nullcontext()
+
 
 class Schedule:
     """Launches the kernels of one backend for one call."""
 
-    __slots__ = ("backend", "device", "modules", "policy")
+    __slots__ = ("backend", "device", "modules", "policy", "units")
 
     def __init__(self, backend: ModuleType, policy: Policy, device: torch.device) -> None:
         self.backend = backend
         self.policy = policy
         self.device = device
+        self.units = plan.multiprocessors(device)
         self.modules: dict[str, ModuleType] = {}
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Makes the call's GPU the current one, where it is not already."""
         device = self.device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return nullcontext()
+            return _HERE
         return torch.cuda.device(device)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -79,7 +82,7 @@ class Schedule:
         """
         (m, k), n = a.shape, b.shape[1]
         tiles = plan.matmul(
-            m, n, k, self.policy.compute.itemsize, plan.multiprocessors(self.device), dynamic
+            m, n, k, self.policy.compute.itemsize, self.units, dynamic, a.stride(0) == 1
         )
         launch = self.kernel("lora", "matmul")
         if tiles.splits == 1:

@@ -127,6 +127,7 @@ class OpSpec:
         cases: the parity cases.
         fold: optional fp32 prologue ``(t) -> replacements``: small operands folded into one before
             any kernel runs, differentiated by PyTorch. A folded call computes in fp32.
+        fold_with: the optional operand whose presence calls for the fold.
         positive: shape symbols that may not be 0.
         unit: ``compute`` (matrix products) or ``output`` (pointwise, scored per element).
     """
@@ -143,6 +144,7 @@ class OpSpec:
     bound: Bound
     cases: tuple[Case, ...]
     fold: Callable[[SimpleNamespace], Mapping[str, Tensor | None]] | None = None
+    fold_with: str = ""
     saved: tuple[Saved, ...] = ()
     attributes: tuple[Attribute, ...] = ()
     positive: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lycoris.kernels import registry
 from lycoris.kernels.report import table, to_json
 from lycoris.kernels.testing import Row, summarise

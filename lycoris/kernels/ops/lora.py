@@ -94,16 +94,15 @@ def _weight_shapes(present: frozenset[str]) -> Mapping[str, str]:
 
 
 def _fold_mid(t: SimpleNamespace) -> Mapping[str, Tensor | None]:
-    if t.mid is None:
-        return {}
     # Far smaller than the weight: (p, I * k) in fp32, so that nothing rounds before the output.
     return {"down": torch.einsum("pqk,qi->pik", t.mid, t.down).flatten(1), "mid": None}
 
 
 def _weight_formula(t: SimpleNamespace, scale: float | Tensor, rnd: Round) -> Tensor:
-    down = _fold_mid(t).get("down", t.down)
-    out = scale * (t.up @ down)
-    if t.mid is not None:
+    if t.mid is None:
+        out = scale * (t.up @ t.down)
+    else:
+        out = scale * (t.up @ _fold_mid(t)["down"])
         out = out.reshape(t.up.shape[0], t.down.shape[1], t.mid.shape[2])
     return out if t.base is None else t.base + out
 
@@ -267,6 +266,7 @@ LORA_WEIGHT = register(
         bound=Bound(half=16.0, fp32=6.0),
         cases=_WEIGHT_CASES,
         fold=_fold_mid,
+        fold_with="mid",
         positive=("r", "p", "q"),
         doc="[base +] s * up @ down; Tucker: s * sum_pq up[o,p] mid[p,q,k] down[q,i]",
     )
