@@ -19,7 +19,7 @@ from . import config, registry
 from .errors import BackendError, KernelBuildError
 from .formula import flatten, run_formula
 from .precision import Policy, resolve
-from .schedule import Schedule
+from .schedule import Schedule, Script
 from .shapes import Binding, parse
 from .spec import OpSpec
 
@@ -137,8 +137,9 @@ class Call:
         )
         # A call without elements has no work for a kernel.
         self.runs_formula = not self.choice.has_kernels or 0 in dims.values()
-        policy = replace(self.policy, compute=torch.float32) if self.folds else self.policy
-        self.run = Schedule(self.choice.module, policy, self.device)
+        folded = replace(self.policy, compute=torch.float32)
+        self.kernel_policy = folded if self.folds else self.policy
+        self._scripts: dict[tuple[bool, ...], Script] = {}
 
     def ready_scale(self, scale: Scale) -> Scale:
         """A checked scale as kernels take it: a float, or a 0-d fp32 tensor on the device.
@@ -261,8 +262,15 @@ class Call:
             setattr(t, name, value)
         return t
 
+    def _begin(self, kind: tuple[bool, ...]) -> Schedule:
+        # Runs of one kind make the same launches: forward by the scale, backward by the needs too.
+        return Schedule(
+            self.choice.module, self.kernel_policy, self.device, self._scripts.get(kind)
+        )
+
     def _launch_forward(self, operands: Operands, scale: Scale) -> tuple[Tensor, list[Tensor]]:
-        run, t = self.run, self._arrange(operands)
+        kind = (type(scale) is float,)
+        run, t = self._begin(kind), self._arrange(operands)
         if self.folds:
             sources = self._fold_sources(t, frozenset())
             t = SimpleNamespace(**self._cast(t) | self._fold(sources))
@@ -271,6 +279,7 @@ class Call:
         keep = SimpleNamespace(**{s.name: t for s, t in zip(self.spec.saved, saved, strict=True)})
         with run.on_device():
             self.spec.forward(run, t, scale, out, keep, **self.attributes)
+        self._scripts[kind] = run.script
         shape = self.binding.out_shape
         return out if out.shape == shape else out.view(shape), saved
 
@@ -282,7 +291,8 @@ class Call:
         scale: Scale,
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
-        run, t = self.run, self._arrange(operands)
+        kind = (type(scale) is float, *needs)
+        run, t = self._begin(kind), self._arrange(operands)
         grads = SimpleNamespace()
         for (name, shape), value, need in zip(self.layout, operands, needs, strict=True):
             made = run.empty(shape, value.dtype) if need and value is not None else None
@@ -305,6 +315,7 @@ class Call:
         keep = SimpleNamespace(**{s.name: t for s, t in zip(self.spec.saved, saved, strict=True)})
         with run.on_device():
             self.spec.backward(run, _ready(grad), t, keep, scale, grads, **self.attributes)
+        self._scripts[kind] = run.script
         if self.folds:
             self._unfold(sources, folded, grads.__dict__)
         return [

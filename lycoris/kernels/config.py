@@ -6,7 +6,7 @@ Nothing else in the package looks at the environment. Values are read at call ti
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -63,14 +63,23 @@ def backend_override(op: str) -> str:
     return os.environ.get(op_variable(op)) or os.environ.get(BACKEND.name) or BACKEND.default
 
 
-def snapshot(op: str) -> tuple[str | None, ...]:
+def _raw_get() -> Callable[[str], object]:
+    # On every call's path, and os.environ raises and catches a KeyError for each unset name; the
+    # dictionary behind it, where there is one, is the same live data without that.
+    data = getattr(os.environ, "_data", None)
+    encode = getattr(os.environ, "encodekey", None)
+    if not isinstance(data, dict) or encode is None:
+        return os.environ.get
+    keys: dict[str, object] = {}
+    return lambda name: data.get(keys.get(name) or keys.setdefault(name, encode(name)))
+
+
+_get = _raw_get()
+
+
+def snapshot(op: str) -> tuple[object, ...]:
     """The raw values a call of ``op`` depends on, as a key."""
-    # On every call's path: a look-up that fails costs three times the test.
-    env = os.environ
-    return tuple(
-        env[name] if name in env else None  # noqa: SIM401
-        for name in (op_variable(op), BACKEND.name, STRICT.name)
-    )
+    return _get(op_variable(op)), _get(BACKEND.name), _get(STRICT.name)
 
 
 def is_set(variable: str) -> bool:

@@ -182,12 +182,12 @@ def launches(
     if policy.compute is torch.float64:
         return []  # no fused backend takes it
     t = dict(flatten(spec, binding, operands))
-    if spec.fold:
+    if spec.fold and t.get(spec.fold_with) is not None:
         folded = spec.fold(
             SimpleNamespace(**{n: v if v is None else v.float() for n, v in t.items()})
         )
         t |= folded
-        if folded and policy.name == "mma16":
+        if policy.name == "mma16":
             policy = replace(policy, compute=torch.float32)
     run = _Recorder(policy, device)
     attributes = {a.name: a.default for a in spec.attributes}

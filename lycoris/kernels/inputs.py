@@ -85,7 +85,7 @@ def _fill(
     operand: Operand, shape: tuple[int, ...], case: Case, generator: torch.Generator
 ) -> Tensor:
     value = _noise(shape, case, generator)
-    if operand.side == "adapter" and case.fill != "integers":
+    if operand.side == "adapter" and case.fill not in ("integers", "large"):
         value /= math.sqrt(max(1, math.prod(shape[1:])))
     return value
 

