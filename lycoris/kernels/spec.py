@@ -90,7 +90,8 @@ class Case:
     """One parity case: sizes of the shape symbols, and how the operands are filled.
 
     ``fill``: ``random``, ``large`` (a delta of the base's size), ``integers``, ``one_hot``,
-    ``cancellation``, ``subnormal``, ``near_overflow``, ``zero_factor``. ``layout``: ``contiguous``, ``strided``, ``expanded``.
+    ``cancellation``, ``subnormal``, ``near_overflow``, ``zero_factor``. ``layout``:
+    ``contiguous``, ``strided``, ``expanded``.
     ``exact``: the correctly rounded oracle is expected, element by element.
     """
 

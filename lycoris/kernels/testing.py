@@ -168,9 +168,9 @@ def _verdict(
         return "not finite, or not zero where all is zero"
     k = min(reduction, 512)
     limits = [("ulp", got.ulp, bound, "bound")]
-    # A result stored wider than its compute dtype has a floor of nearly nothing; what fp32
-    # accumulation itself leaves, in ULP of the compute dtype, is granted then.
-    accumulation = math.ldexp(math.sqrt(k), ulp.FORMATS[compute][0] - 24)
+    # A result stored wider than its compute dtype has a floor of nearly nothing; what fp32 itself
+    # leaves, in ULP of the compute dtype, is granted then: K sums, the scale and the base.
+    accumulation = math.ldexp(math.sqrt(k + 2), ulp.FORMATS[compute][0] - 24)
     if compute in HALF:
         if rounds:
             limits += [
