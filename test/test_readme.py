@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -142,3 +143,16 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     folders = r"lycoris|backends|test|bench|docs|\.ci"
     paths = re.findall(rf"`((?:{folders})/[\w./-]*)`", text)
     assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_the_figures_are_those_of_the_record() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    record = json.loads((ROOT / "bench/results/2026-11-29-h200-lora-triton.json").read_text())
+    for op, case in (("lora_apply", "8192x4096x4096 r=16"), ("lora_weight", "4096x4096 r=16")):
+        row = next(r for r in record["rows"] if (r["op"], r["case"]) == (op, case))
+        assert row["pass"]
+        assert row["dtypes"] == "bf16"
+        found = re.search(rf"`{op}` (\d+) us(?: of device time)?, (\d+) unfused, floor (\d+)", text)
+        assert found is not None
+        figures = [round(row[k]) for k in ("time_us", "eager_us", "floor_us")]
+        assert [int(n) for n in found.groups()] == figures

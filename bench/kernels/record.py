@@ -168,32 +168,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", 0)
     limits = ceilings(device)
     backends, missing = report.pick_backends(args.backend, device)
-    rows = []
-    for op in args.op or SHAPES:
-        for case, mix in SHAPES[op]:
-            for backend in backends:
-                try:
-                    rows.append(measure(op, backend, case, mix, device, limits))
-                except Exception as error:
-                    rows.append(
-                        {
-                            "op": op,
-                            "backend": backend,
-                            "case": case.name,
-                            "pass": False,
-                            "dtypes": testing.mix_name(mix),
-                            "why": repr(error)[:400],
-                        }
-                    )
-    record = {
+    record: dict[str, Any] = {
         "command": " ".join(["python bench/kernels/record.py", *(argv or sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "environment": report.versions() | {"name": torch.cuda.get_device_name(device)},
         "ceilings": limits,
         "unavailable": missing,
-        "rows": rows,
+        "rows": [],
     }
-    Path(args.out).write_text(to_json(record) + "\n")
+    rows: list[dict[str, Any]] = record["rows"]
+    for op in args.op or SHAPES:
+        for case, mix in SHAPES[op]:
+            for backend in backends:
+                try:
+                    row = measure(op, backend, case, mix, device, limits)
+                except Exception as error:  # one broken kernel must not lose the other rows
+                    row = {"op": op, "backend": backend, "case": case.name, "pass": False}
+                    row |= {"dtypes": testing.mix_name(mix), "why": repr(error)[:400]}
+                rows.append(row)
+                # After every row: a run that is cut short keeps what it measured.
+                Path(args.out).write_text(to_json(record) + "\n")
     columns = ("op", "case", "dtypes", "backend", "pass", "time_us", "floor_us", "eager_us",
                "wall_fwd_us", "eager_wall_fwd_us", "wall_fwd_bwd_us", "eager_wall_fwd_bwd_us",
                "peak_bytes", "eager_peak_bytes", "why")  # fmt: skip

@@ -79,7 +79,7 @@ def ideal_matmul(
 
 @pytest.fixture
 def plug_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., types.ModuleType]]:
-    """Registers a backend made on the spot: ``plug_in(name, matmul=..., probe=..., limits=...)``."""
+    """Registers a backend made on the spot: ``plug_in(name, matmul=..., probe=...)``."""
     made: list[str] = []
     plug_ins = dict(registry._discover())
     monkeypatch.setattr(registry, "_plug_ins", plug_ins)

@@ -19,7 +19,7 @@ def backend(request: pytest.FixtureRequest) -> str | None:
 
 
 def test_fp16_with_bf16(backend: str | None) -> None:
-    with pytest.raises(TypeError, match="x is float16 but up is bfloat16.*can't meet"):
+    with pytest.raises(TypeError, match=r"x is float16 but up is bfloat16.*can't meet"):
         lora_apply(X.half(), UP.bfloat16(), DOWN, backend=backend)
     with pytest.raises(TypeError, match="up, down is float16 but base is bfloat16"):
         lora_weight(
@@ -92,7 +92,7 @@ def test_operands_that_are_no_tensors() -> None:
         lora_apply([1.0], UP, DOWN)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="down is None; expected a tensor"):
         lora_apply(X, UP, None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="up is torch.sparse_coo; expected a dense tensor"):
+    with pytest.raises(TypeError, match=r"up is torch\.sparse_coo; expected a dense tensor"):
         lora_apply(X, UP.to_sparse(), DOWN)
 
 

@@ -148,7 +148,7 @@ def test_strict_forbids_the_fallback(ranked: PlugIn, monkeypatch: pytest.MonkeyP
     ranked("first", limits=lambda *a: "not ever")
     ranked("second")
     monkeypatch.setenv("LYCORIS_KERNEL_STRICT", "1")
-    with pytest.raises(BackendError, match="first: can't run lora_apply: not ever .strict"):
+    with pytest.raises(BackendError, match=r"first: can't run lora_apply: not ever \(strict"):
         lora_apply(X, UP, DOWN)
     monkeypatch.setenv("LYCORIS_KERNEL_STRICT", "yes")
     with pytest.raises(ValueError, match="LYCORIS_KERNEL_STRICT is 'yes'; expected 0 or 1"):
