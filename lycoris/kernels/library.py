@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .call import Call, Operands, Scale, check_operands, check_scale, resolve_policy
-from .precision import Policy
+from .precision import Policy, tf32_allowed
 from .shapes import parse
 from .spec import OpSpec
 
@@ -166,10 +166,9 @@ class LibraryOp:
         saved, scale = args[n], args[n + 1]
         attributes = args[n + 2 : n + 2 + m]
         compute, output, backend, needs = args[n + 2 + m :]
-        device = check_operands(self.spec, operands)
-        named = dict(zip((a.name for a in self.spec.attributes), attributes, strict=True))
-        policy = Policy(compute, output)
-        call = Call(self.spec, operands, policy, device, named, backend or None)
+        tf32 = grad.is_cuda and compute is torch.float32 and tf32_allowed()
+        policy = Policy(compute, output, tf32)
+        call = self.prepare(operands, attributes, backend or None, policy=policy)
         flags = iter(needs)
         full = [not o.additive and next(flags) for o in self.spec.operands]
         grads = call.backward(grad, operands, saved, call.ready_scale(scale), full)

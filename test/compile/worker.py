@@ -14,7 +14,6 @@ import argparse
 import json
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -64,8 +63,8 @@ ARCHS = {
     # Plans come from the number of units; the capability only has to be one that is served.
     "gfx942": Arch((9, 4), 304, 64 * 1024),
 }
-#: How many of the kernels are built for (backend, architecture): 0 shows every layout, compute
-#: dtype and tile that a large case takes; 1 every dtype mix too; 2 every mix with every tile.
+#: How many of the kernels are built for (backend, architecture): 0 shows every layout and compute
+#: dtype; 1 every dtype mix, and every tile of the large cases; 2 each of the mixes with each tile.
 TARGETS = {
     ("triton", "sm_90"): 2,
     ("triton", "sm_80"): 1,
@@ -89,6 +88,8 @@ class Build:
     phase: str
     case: str
     mix: str
+    #: Whether every size is a multiple of 16, and so every row starts at an aligned address.
+    aligned: bool
     registers: int = 0
     shared: int = 0
     spills: int = 0
@@ -134,7 +135,7 @@ class Request:
         found: set[Any] = {*enumerate(launch.layouts), launch.dtypes[-1]}
         if level > 0:
             found.add(launch.dtypes)
-        if self.large:
+        if level > 0 and self.large:
             found |= {(launch.dtypes, tile), launch.plan.splits > 1} if level > 1 else {tile}
         return {(launch.kernel, feature) for feature in found}
 
@@ -242,10 +243,13 @@ def make_call(
     attributes = {a.name: case.attributes.get(a.name, a.default) for a in spec.attributes}
     place.op, place.case, place.mix = spec.name, case.name, testing.mix_name(mix)
     place.large = case.device == "cuda"
+    place.aligned = all(size % 16 == 0 for size in spec.bind(operands).dims.values())
     try:
         call = Call(spec, operands, policy, GPU, attributes, backend)
     except BackendError as error:
         return str(error)
+    # No backend serves ROCm yet, but launchers may suit their kernels to it: only from here on.
+    torch.version.hip = place.hip
     with OnStandIns():
         scale = torch.ones((), device=GPU) if tensor_scale else case.scale
         place.phase = "forward"
@@ -257,6 +261,7 @@ def make_call(
         ]
         grad = torch.empty(out.shape, dtype=out.dtype, device=GPU)
         call.backward(grad, operands, saved, scale, needs)
+    torch.version.hip = None
     return ""
 
 
@@ -319,13 +324,17 @@ class Triton:
         build.registers, build.spills = found["REG"], found["STACK"] + found["LOCAL"]
         build.shared = built.metadata.shared
         build.code = ptx_counts(built.asm["ptx"])
+        build.code["32-bit offsets"] = len(
+            re.findall(r"tt\.addptr .*i32>? *$", built.asm["ttir"], re.MULTILINE)
+        )
 
     @staticmethod
     def _amd(build: Build, built: Any) -> None:
         text = built.asm["amdgcn"]
         found = dict(re.findall(r"\.(\w+_count|group_segment_fixed_size):\s+(\d+)", text))
         build.registers = int(found["vgpr_count"])
-        build.spills = int(found["vgpr_spill_count"]) + int(found["sgpr_spill_count"])
+        # Scalar registers spill into lanes of vector registers, not into memory.
+        build.spills = int(found["vgpr_spill_count"])
         build.shared = max(int(found["group_segment_fixed_size"]), built.metadata.shared)
         build.code = {"mma": text.count("v_mfma")}
 
@@ -456,7 +465,7 @@ def main() -> int:
     args = parser.parse_args()
     pretend(ARCHS[args.arch])
     requests: dict[Any, Request] = {}
-    place = SimpleNamespace()
+    place = SimpleNamespace(hip="7.0" if args.arch.startswith("gfx") else None)
 
     def note(key: Any, compile: Callable[[], Any]) -> None:
         if key not in requests:
@@ -465,7 +474,7 @@ def main() -> int:
             tile = (
                 f"{plan.block_m}x{plan.block_n}x{plan.block_k} w{plan.num_warps} s{plan.num_stages}"
             )
-            where = {k: getattr(place, k) for k in ("op", "phase", "case", "mix")}
+            where = {k: getattr(place, k) for k in ("op", "phase", "case", "mix", "aligned")}
             build = Build(
                 *(args.backend, args.arch, launch.kernel, " ".join(launch.dtypes), tile), **where
             )
@@ -478,25 +487,25 @@ def main() -> int:
     chosen = sample(list(requests.values()), TARGETS[args.backend, args.arch])
     part, parts = map(int, args.part.split("/"))
     chosen = chosen[part - 1 :: parts]
-    listed = time.perf_counter()
     if not args.list:
         compiler.compile(chosen)
     builds = [request.build for request in chosen]
-    report = {
-        "distinct": len(requests),
-        "declined": sorted(declined),
-        "seconds": {"calls": listed - start, "builds": time.perf_counter() - listed},
-        "builds": [asdict(b) for b in builds],
-    }
     if args.json:
-        json.dump(report, sys.stdout)
-    else:
-        print(
-            table(
-                [asdict(b) | {"code": json.dumps(b.code)} for b in builds], list(asdict(builds[0]))
-            )
-        )
-        print({k: v for k, v in report.items() if k != "builds"})
+        report = {
+            "distinct": len(requests),
+            "ops": sorted({request.build.op for request in requests.values()}),
+            "declined": sorted(declined),
+            "seconds": round(time.perf_counter() - start, 1),
+            "builds": [asdict(b) for b in builds],
+        }
+        print(json.dumps(report))
+        return 0
+    columns = [name for name in asdict(builds[0]) if name not in ("error", "code")]
+    print(table([asdict(b) for b in builds], columns))
+    for build in builds:
+        if build.error:
+            print(f"{build.kernel} {build.dtypes} {build.tile}: {build.error}")
+    print(f"{len(requests)} distinct kernels, {len(builds)} built; declined: {declined or 'none'}")
     return 0
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 import lycoris
 from lycoris.functional import OPS, lora_apply, lora_weight
@@ -59,9 +61,9 @@ def test_backward_is_one_graph_too(fused: str) -> None:
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
         names.extend(str(n.target) for n in graph.graph.nodes)
-        return graph.forward
+        return make_boxed_func(graph.forward)
 
-    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     leaves = factors()
     base = torch.randn(2, 6, 5, requires_grad=True)
     step = torch.compile(
