@@ -121,7 +121,7 @@ def matmul(
     block_m, block_n, block_k, splits = plan.block_m, plan.block_n, plan.block_k, plan.splits
     share = triton.cdiv(k, splits * block_k) * block_k
     if policy.compute is torch.float32 and not policy.tf32:
-        precision = "ieee" if k < _MIN_TRIPLE else "tf32x3"
+        precision = "ieee" if k < _MIN_TRIPLE or torch.version.hip else "tf32x3"  # AMD has no TF32
     else:
         precision = "tf32"
     fixed = (
@@ -143,7 +143,8 @@ def matmul(
         "ONE_STEP": splits == 1 and k <= block_k,
         "FLUSH": max(CHUNK, block_k) if share > CHUNK else 0,
         "num_warps": plan.num_warps,
-        "num_stages": plan.num_stages,
+        # AMD's shared memory is a third of NVIDIA's.
+        "num_stages": min(plan.num_stages, 2) if torch.version.hip else plan.num_stages,
     }
     grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), splits)
     return _matmul.prepare(grid, (a, b, base, scale, out), options, fixed)

@@ -67,11 +67,12 @@ def matmul(
     wide = itemsize == 4
     if n > 256 and k <= 256:  # a short reduction, a large output to stream
         block_k = min(max(16, power_of_2(k)), 32 if wide else 64)
-        # Over a long rank each tile of the factors is worth keeping for more of the output.
-        tall, warps = (128, 8) if k > 64 else (32, 4)
+        # Over a longer rank each tile of the factors is worth keeping for more of the output, and
+        # 4 warps would spill.
+        tall, warps = 64 if k > 64 and not wide else 32, 8 if block_k > 16 else 4
         block_m = min(tall, max(16, power_of_2(m)))
         return Plan(block_m, 128, block_k, warps, 1 if k <= block_k else 2, 1, dynamic)
-    block_n = min(max(16, power_of_2(n)), 128)
+    block_n = min(max(16, power_of_2(n)), 64)  # of 128, unaligned operands would spill
     columns = _tiles(n, block_n)
     if transposed and k >= 4 * CHUNK:  # the tokens are summed: long rows of few columns each
         block_m, block_k = min(128, max(16, power_of_2(m))), 32 if wide else 64
@@ -79,15 +80,16 @@ def matmul(
         splits = max(1, min(units // tiles, k // (2 * CHUNK), 16))
         return Plan(block_m, block_n, block_k, 8, 3 if wide else 4, splits, dynamic)
     # A longer fp32 tile is faster, and its chain of truncating TF32 products breaks the bound.
-    block_k = min(32 if wide else 64 if block_n > 64 else 128, max(16, power_of_2(k)))
+    block_k = min(32 if wide else 128 if block_n == 16 else 64, max(16, power_of_2(k)))
     block_m, stages = min(64, max(16, power_of_2(m))), 4
-    if block_m == 64 and 4 * _tiles(m, 64) * columns < 3 * units:
+    if block_m == 64 and not wide and 4 * _tiles(m, 64) * columns < 3 * units:
         block_m = 32
-        stages = 6 if block_n == 16 and not wide else 4  # half the tile: as many bytes in flight
+        stages = 6 if block_n == 16 else 4  # half the tile: as many bytes in flight
     tiles = _tiles(m, block_m) * columns
     # A split pays for its second pass only where the reduction is long and the device idle.
     splits = min(units // tiles, k // (2 * CHUNK), 16) if k >= 4 * CHUNK and tiles < units else 1
-    return Plan(block_m, block_n, block_k, 4, stages, max(1, splits), dynamic)
+    warps = 8 if wide and block_n > 16 else 4
+    return Plan(block_m, block_n, block_k, warps, stages, max(1, splits), dynamic)
 
 
 def _tiles(size: int, block: int) -> int:
