@@ -72,7 +72,7 @@ def matmul(
         tall, warps = 64 if k > 64 and not wide else 32, 8 if block_k > 16 else 4
         block_m = min(tall, max(16, power_of_2(m)))
         return Plan(block_m, 128, block_k, warps, 1 if k <= block_k else 2, 1, dynamic)
-    block_n = min(max(16, power_of_2(n)), 64)  # of 128, unaligned operands would spill
+    block_n = min(max(16, power_of_2(n)), 32 if wide else 64)  # of more, odd operands would spill
     columns = _tiles(n, block_n)
     if transposed and k >= 4 * CHUNK:  # the tokens are summed: long rows of few columns each
         block_m, block_k = min(128, max(16, power_of_2(m))), 32 if wide else 64
