@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import config, registry
 from .call import Call, Operands, Scale, check_operands, check_scale, resolve_policy
@@ -31,8 +32,11 @@ class _Fused(torch.autograd.Function):
         kept = [
             None if o.additive else t for o, t in zip(call.spec.operands, operands, strict=True)
         ]
-        ctx.save_for_backward(*kept, *saved)
-        ctx.call, ctx.scale = call, scale
+        by_tensor = isinstance(scale, Tensor)
+        # A scale tensor is saved as the operands are: changed in place before the backward pass,
+        # it is an error.
+        ctx.save_for_backward(*kept, scale if by_tensor else None, *saved)
+        ctx.call, ctx.scale = call, None if by_tensor else scale
         return out
 
     @staticmethod
@@ -41,19 +45,34 @@ class _Fused(torch.autograd.Function):
         spec = call.spec
         count = len(spec.operands)
         tensors = ctx.saved_tensors  # once: checkpointing unpacks them anew at every access
-        kept, saved = tensors[:count], tensors[count:]
+        kept, saved = tensors[:count], tensors[count + 1 :]
+        scale = tensors[count] if ctx.scale is None else ctx.scale
         needs = [
             need and not o.additive
             for o, need in zip(spec.operands, ctx.needs_input_grad[2:], strict=True)
         ]
-        if torch.is_grad_enabled() and any(needs):
-            grads = call.formula_grads(grad, kept, ctx.scale, needs, create_graph=True)
+        record = torch.is_grad_enabled()
+        # With is_grads_batched, grad stands for several: it has no memory of its own.
+        if any(needs) and (record or _is_special(grad) or _is_batched(grad)):
+            grads = call.formula.gradients(grad, kept, scale, needs, create_graph=record)
         else:
-            grads = call.backward(grad, kept, saved, ctx.scale, needs)
+            grads = call.backward(grad, kept, saved, scale, needs)
         for i, operand in enumerate(spec.operands):
             if operand.additive and ctx.needs_input_grad[2 + i]:
                 grads[i] = grad  # autograd casts it to the operand's dtype
         return (None, None, *grads)
+
+
+def _is_batched(t: Tensor) -> bool:
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(t) or functorch.is_legacy_batchedtensor(t)
+
+
+def _is_special(t: Tensor | None) -> bool:
+    """Whether a tensor may have no memory of its own: a subclass that dispatches for itself."""
+    if t is None or type(t) is Tensor:
+        return False
+    return type(t).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 class Op:
@@ -92,13 +111,21 @@ class Op:
         first = operands[0]
         kind = first.device.type if isinstance(first, Tensor) else "cpu"
         autocast = autocast_dtype(kind)
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        if torch.compiler.is_compiling() or (
+            torch._C._len_torch_dispatch_stack() and not torch._C._are_functorch_transforms_active()
+        ):
             return self.library(operands, scale, attributes, out_dtype, autocast, override or "")
         call = self.prepare(operands, attributes, override, out_dtype, autocast)
         if type(scale) is not float or scale != scale:
             scale = call.ready_scale(check_scale(self.spec.name, scale))
-        if call.runs_formula or torch._C._are_functorch_transforms_active():
-            return call.formula(operands, scale)
+        if (
+            call.runs_formula
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or torch.jit.is_tracing()
+            or any(map(_is_special, operands))
+        ):
+            return call.formula.output(operands, scale)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
             return self.function.apply(call, scale, *operands)
         return call.forward(operands, scale)[0]
@@ -130,7 +157,7 @@ class Op:
                 *[None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in operands],
             )
             found = self._calls.get(key)
-        except AttributeError:  # an operand is no tensor: the checks below say so
+        except (AttributeError, RuntimeError):  # no dense tensor: the checks below say so
             key, found = (), None
         if found is not None:
             return found

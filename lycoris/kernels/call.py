@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import config, registry
 from .errors import BackendError, KernelBuildError
-from .formula import flatten, run_formula
+from .formula import Formula, recording
 from .precision import Policy, resolve
 from .schedule import Schedule, Script
 from .shapes import Binding, parse
@@ -42,7 +42,7 @@ def check_operands(spec: OpSpec, operands: Operands) -> torch.device:
         if not isinstance(t, Tensor):
             kind = "None" if t is None else type(t).__name__
             raise TypeError(f"{spec.name}: {operand.name} is {kind}; expected a tensor")
-        if t.layout is not torch.strided:
+        if t.layout is not torch.strided or t.is_nested:
             raise TypeError(f"{spec.name}: {operand.name} is {t.layout}; expected a dense tensor")
         if device is None:
             device, first = t.device, operand.name
@@ -100,7 +100,11 @@ def check_scale(op: str, scale: Any) -> Scale:
 
 
 def _ready(t: Tensor) -> Tensor:
-    # Kernels read dense rows with 16-byte accesses.
+    # Kernels read dense rows with 16-byte accesses, and know no lazy negation or lazy zeros.
+    if t.is_neg():
+        t = t.resolve_neg()
+    if t._is_zerotensor():
+        t = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
     if not t.is_contiguous():
         t = t.contiguous()
     return t if t.data_ptr() % 16 == 0 else t.clone()
@@ -124,6 +128,7 @@ class Call:
         self.attributes = attributes
         self.override = override
         self.binding: Binding = spec.bind(operands)
+        self.formula = Formula(spec, self.binding, policy, attributes)
         self.roles = {o.name: o.role for o in spec.operands}
         self.layout = [(o.name, self.binding.flat.get(o.name, ())) for o in spec.operands]
         given = {o.name for o, t in zip(spec.operands, operands, strict=True) if t is not None}
@@ -148,7 +153,10 @@ class Call:
             ValueError: a tensor on another device.
         """
         if not isinstance(scale, Tensor):
-            return float(scale)
+            try:
+                return float(scale)
+            except OverflowError:
+                raise ValueError(f"{self.spec.name}: scale is beyond a float's range") from None
         if scale.device != self.device:
             if scale.device.type != "cpu":
                 raise ValueError(
@@ -156,48 +164,7 @@ class Call:
                 )
             return scale.item()  # a host tensor: no device is waited for
         double = self.policy.compute is torch.float64
-        return scale.to(torch.float64 if double else torch.float32)
-
-    # ------------------------------------------------------------------ formula
-
-    def formula(self, operands: Operands, scale: Scale) -> Tensor:
-        """The op in plain PyTorch, differentiable to any order."""
-        flat = flatten(self.spec, self.binding, operands)
-        out = run_formula(self.spec, flat, scale, self.policy, self.attributes)
-        return out.reshape(self.binding.out_shape)
-
-    def formula_grads(
-        self,
-        grad: Tensor,
-        operands: Operands,
-        scale: Scale,
-        needs: Sequence[bool],
-        *,
-        create_graph: bool,
-    ) -> list[Tensor | None]:
-        """The gradients by differentiating the formula."""
-        with torch.enable_grad():
-            # Views: an operand that appears twice, or depends on another, stays two variables.
-            views: list[Tensor | None] = [
-                None
-                if t is None
-                else t.view_as(t)
-                if create_graph
-                else t.detach().requires_grad_(need)
-                for t, need in zip(operands, needs, strict=True)
-            ]
-            out = self.formula(views, scale)
-            wanted = [i for i, need in enumerate(needs) if need]
-            found = torch.autograd.grad(
-                out,
-                [v for i in wanted if (v := views[i]) is not None],
-                grad,
-                create_graph=create_graph,
-            )
-        grads: list[Tensor | None] = [None] * len(operands)
-        for i, value in zip(wanted, found, strict=True):
-            grads[i] = value
-        return grads
+        return scale.resolve_neg().to(torch.float64 if double else torch.float32)
 
     # ------------------------------------------------------------------ kernels
 
@@ -210,7 +177,7 @@ class Call:
                 self._step_on(error)
         if self.spec.saved:
             return self._formula_saved(operands, scale)
-        return self.formula(operands, scale), []
+        return self.formula.output(operands, scale), []
 
     def backward(
         self,
@@ -231,7 +198,7 @@ class Call:
                 return self._launch_backward(grad, operands, saved, scale, needs)
             except KernelBuildError as error:
                 self._step_on(error)
-        return self.formula_grads(grad, operands, scale, needs, create_graph=False)
+        return self.formula.gradients(grad, operands, scale, needs, create_graph=False)
 
     def _step_on(self, error: KernelBuildError) -> None:
         name = self.choice.backend
@@ -244,7 +211,7 @@ class Call:
 
     def _formula_saved(self, operands: Operands, scale: Scale) -> tuple[Tensor, list[Tensor]]:
         # Backward differentiates the formula afresh and reads none of these.
-        return self.formula(operands, scale), [
+        return self.formula.output(operands, scale), [
             torch.empty(self._saved_shape(s.shape), device=self.device) for s in self.spec.saved
         ]
 
@@ -274,14 +241,15 @@ class Call:
         if self.folds:
             sources = self._fold_sources(t, frozenset())
             t = SimpleNamespace(**self._cast(t) | self._fold(sources))
-        out = run.empty(self.binding.flat["out"], self.policy.output)
+        # Made in the caller's shape: a view made here could not be modified in place.
+        out = run.empty(self.binding.out_shape, self.policy.output)
+        flat = out.view(self.binding.flat["out"])
         saved = [run.empty(self._saved_shape(s.shape), torch.float32) for s in self.spec.saved]
         keep = SimpleNamespace(**{s.name: t for s, t in zip(self.spec.saved, saved, strict=True)})
         with run.on_device():
-            self.spec.forward(run, t, scale, out, keep, **self.attributes)
+            self.spec.forward(run, t, scale, flat, keep, **self.attributes)
         self._scripts[kind] = run.script
-        shape = self.binding.out_shape
-        return out if out.shape == shape else out.view(shape), saved
+        return out, saved
 
     def _launch_backward(
         self,
@@ -303,7 +271,7 @@ class Call:
         folded: dict[str, Tensor | None] = {}
         if self.folds:
             needed = {n for (n, _), need in zip(self.layout, needs, strict=True) if need}
-            with torch.enable_grad():
+            with recording():
                 sources = self._fold_sources(t, needed)
                 folded = self._fold(sources)
             t = SimpleNamespace(**self._cast(t) | folded)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .call import Call, Operands, Scale, check_operands, check_scale, resolve_policy
+from .formula import Formula
 from .precision import Policy, tf32_allowed
 from .shapes import parse
 from .spec import OpSpec
@@ -130,11 +131,18 @@ class LibraryOp:
     def _autograd(self, ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         spec = self.spec
         places = [i for i, o in enumerate(spec.operands) if not o.additive]
-        kept = ctx.saved_tensors[: len(places)]
-        scale, *saved = ctx.saved_tensors[len(places) :]
+        tensors = ctx.saved_tensors  # once: checkpointing unpacks them anew at every access
+        kept = tensors[: len(places)]
+        scale, *saved = tensors[len(places) :]
         needs = [bool(ctx.needs_input_grad[i]) for i in places]
         grads: list[Tensor | None] = [None] * self.count
-        if any(needs):
+        if any(needs) and torch.is_grad_enabled():  # create_graph under a dispatch mode
+            full = self._full(kept)
+            named = dict(zip((a.name for a in spec.attributes), ctx.attributes, strict=True))
+            formula = Formula(spec, spec.bind(full), ctx.policy, named)
+            flags = [i in places and bool(ctx.needs_input_grad[i]) for i in range(self.count)]
+            grads = formula.gradients(grad, full, scale, flags, create_graph=True)
+        elif any(needs):
             found = iter(
                 self.backward_op(
                     grad,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -55,6 +55,16 @@ class Choice:
 
 
 _lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    """Another thread may have held the lock when this process was forked."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 _plug_ins: dict[str, str] | None = None
 _loaded: dict[str, ModuleType | str] = {}
 _failed: dict[tuple[Any, ...], str] = {}
@@ -131,7 +141,7 @@ def kernels(module: ModuleType, family: str) -> ModuleType | str:
     """The module of one family's launchers, or the reason there is none."""
     name = f"{module.__name__}.{family}"
     try:
-        return sys.modules.get(name) or importlib.import_module(name)
+        return importlib.import_module(name)  # which waits where another thread is importing it
     except ModuleNotFoundError as error:
         return f"no kernels for the {family} family: {error}"
     # As above: a broken family must not break the rest.
@@ -155,7 +165,7 @@ def _ask(check: Callable[..., str | None], *args: Any) -> str | None:
     # A plug-in's own check may be broken too; that is a reason like any other.
     try:
         return check(*args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"{check.__name__}() failed: {type(error).__name__}: {error}"
 
 
@@ -233,6 +243,7 @@ def select(
         BackendError: a named backend can't serve the call, or strict mode forbids a fallback.
     """
     wanted = override or config.backend_override(op)
+    strict = config.strict()
     if wanted != AUTO:
         reason = capability(wanted, op, family, dims, policy, device)
         if reason:
@@ -249,7 +260,7 @@ def select(
             why = f"auto: first able on {device.type}"
             return Choice(name, module, why, tuple(passed))
         passed.append((name, reason))
-        if config.strict():
+        if strict:
             raise BackendError(f"{name}: can't run {op}: {reason} (strict: no fallback)")
         _log_once(op, name, reason)
     raise BackendError(f"no backend can run {op}: " + "; ".join(f"{n}: {r}" for n, r in passed))
