@@ -6,6 +6,7 @@ Exit status: 0 done; 1 a parity failure, or no backend can serve the call explai
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,11 @@ def _info(args: argparse.Namespace) -> int:
         f"overwrite each other's files: uninstall one, then reinstall the other"
         for rival in report.rivals()
     ]
+    warnings += [f"no variable of that name is read: {name}" for name in config.unknown(OPS)]
+    try:
+        config.strict()
+    except ValueError as error:
+        warnings.append(str(error))
     versions, devices, variables = report.versions(), report.devices(), config.report(OPS)
     if args.json:
         found = {
@@ -166,6 +172,8 @@ def _explain(args: argparse.Namespace) -> int:
             "output": str(policy.output).removeprefix("torch."),
             "tf32": policy.tf32,
         },
+        # A folded call runs fp32 kernels on operands already rounded to the compute dtype.
+        "folded": spec.fold_with if spec.fold and spec.fold_with in present else None,
         "launches": explain.launches(spec, binding, operands, policy, device),
     }
     if args.json:
@@ -186,6 +194,8 @@ def _print_explained(found: dict[str, Any]) -> None:
         f"policy: {policy['name']}: products in {policy['compute']}, sums in fp32, "
         f"output in {policy['output']}{', TF32 allowed' if policy['tf32'] else ''}"
     )
+    if found["folded"]:
+        print(f"  {found['folded']} is folded first, by PyTorch; the kernels then run in float32")
     if not found["launches"]:
         return
     used = found["backend"] and not report.is_fused(found["backend"])
@@ -307,4 +317,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    raise SystemExit(status)

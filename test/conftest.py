@@ -1,36 +1,64 @@
-"""The table of registers, shared memory and spills at the end of a run."""
+"""The tables at the end of a run: parity in ULP, and what was compiled without a GPU.
+
+They are here, and not beside their tests, because pytest-xdist's controller and pytest's options
+know the conftest of the folder that is run and of those above it alone.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lycoris.kernels.report import table
+from lycoris.kernels.report import table, to_json
+from lycoris.kernels.testing import Row, summarise
 
+_PARITY: list[dict[str, Any]] = []
 _BUILDS: list[dict[str, Any]] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--parity-json", help="write every parity row to this file")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call":  # properties come through pytest-xdist's workers too
-        for name, builds in report.user_properties:
-            if name == "builds":
-                _BUILDS.extend(builds)  # type: ignore[arg-type]
+        for name, rows in report.user_properties:
+            if name == "parity":
+                _PARITY.extend(rows)  # type: ignore[arg-type]
+            elif name == "builds":
+                _BUILDS.extend(rows)  # type: ignore[arg-type]
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if _PARITY:
+        terminalreporter.section("parity: the worst of every op, backend and dtype mix, in ULP")
+        fields = Row.__dataclass_fields__
+        parsed = [Row(**{k: v for k, v in row.items() if k in fields}) for row in _PARITY]
+        summary = summarise(parsed)
+        terminalreporter.write_line(table(summary, list(summary[0])))
+    target = config.getoption("--parity-json")
+    if target:
+        Path(target).write_text(to_json(_PARITY) + "\n")
+        terminalreporter.write_line(f"{len(_PARITY)} rows written to {target}")
+    if _BUILDS:
+        terminalreporter.section(
+            "compiled without a GPU: the most of every kernel, shared in bytes"
+        )
+        terminalreporter.write_line(_builds())
+
+
+def _builds() -> str:
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for build in _BUILDS:
         compute = build["dtypes"].split()[-1]
         key = (build["backend"], build["arch"], build["kernel"], compute)
         groups.setdefault(key, []).append(build)
-    if not groups:
-        return
     rows = [
         dict(zip(("backend", "arch", "kernel", "compute"), key, strict=True))
         | {"built": len(members), "failed": sum(bool(b["error"]) for b in members)}
         | {name: max(b[name] for b in members) for name in ("registers", "shared", "spills")}
         for key, members in sorted(groups.items())
     ]
-    terminalreporter.section("compiled without a GPU: the most of every kernel, shared in bytes")
-    terminalreporter.write_line(table(rows, list(rows[0])))
+    return table(rows, list(rows[0]))

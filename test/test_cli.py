@@ -233,3 +233,12 @@ def test_no_command_is_a_usage_error(capsys):
         main([])
     assert stopped.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+def test_info_warns_of_variables_nobody_reads(monkeypatch, capsys):
+    monkeypatch.setenv("LYCORIS_KERNEL_BACKEND_LORA_APLY", "triton")
+    monkeypatch.setenv("LYCORIS_KERNEL_STRICT", "yes")
+    assert main(["info"]) == 0
+    warned = capsys.readouterr().err
+    assert "no variable of that name is read: LYCORIS_KERNEL_BACKEND_LORA_APLY" in warned
+    assert "LYCORIS_KERNEL_STRICT is 'yes'; expected 0 or 1" in warned

@@ -108,6 +108,12 @@ def cache_dir() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "lycoris-kernels"
 
 
+def unknown(ops: Iterable[str]) -> list[str]:
+    """Variables with this package's prefix that nothing reads: misspelt, as a rule."""
+    known = {variable.name for variable in VARIABLES} | {op_variable(op) for op in ops}
+    return sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+
+
 def report(ops: Iterable[str]) -> list[dict[str, str]]:
     """Every variable with its present value, the per-op one expanded over ``ops``."""
     rows = []

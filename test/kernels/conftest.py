@@ -1,65 +1,22 @@
-"""Fixtures of the kernel tests, and the parity summary at the end of a run."""
+"""Fixtures of the kernel tests."""
 
 from __future__ import annotations
 
 import sys
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lycoris.kernels import registry
-from lycoris.kernels.report import table, to_json
-from lycoris.kernels.testing import Row, summarise
-
-_ROWS = pytest.StashKey[list[dict[str, Any]]]()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--parity-json", help="write every parity row to this file")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_ROWS] = []
+from lycoris.kernels.testing import Row
 
 
 @pytest.fixture
 def record_rows(record_property: Callable[[str, Any], None]) -> Callable[[list[Row]], None]:
     """Hands rows to the summary, through pytest-xdist's workers too."""
     return lambda rows: record_property("parity", [row.as_dict() for row in rows])
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" and _active is not None:
-        for name, rows in report.user_properties:
-            if name == "parity":
-                _active.stash[_ROWS].extend(rows)  # type: ignore[arg-type]
-
-
-_active: pytest.Config | None = None
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    global _active
-    _active = session.config
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    rows = config.stash[_ROWS]
-    if not rows:
-        return
-    fields = Row.__dataclass_fields__
-    parsed = [Row(**{k: v for k, v in row.items() if k in fields}) for row in rows]
-    terminalreporter.section("parity: the worst of every op, backend and dtype mix, in ULP")
-    summary = summarise(parsed)
-    terminalreporter.write_line(table(summary, list(summary[0])))
-    target = config.getoption("--parity-json")
-    if target:
-        Path(target).write_text(to_json(rows) + "\n")
-        terminalreporter.write_line(f"{len(rows)} rows written to {target}")
 
 
 def ideal_matmul(
