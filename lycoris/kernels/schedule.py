@@ -6,6 +6,7 @@ run of a call's backend, policy and device to that logic.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
@@ -93,14 +94,31 @@ class Schedule:
             dynamic: which of ``m`` and ``k`` is the token count.
         """
         launcher = self.kernel("lora", "matmul")
+        args = (a, b, base, scale, out)
+        self._run(launcher, args, lambda: self._matmul(launcher, *args, dynamic))
+
+    def launch(self, family: str, name: str, *args: Any, tiles: plan.Plan) -> None:
+        """Launches any kernel of a family on ``args``, tensors first.
+
+        Args:
+            family: the module of the backend.
+            name: the launcher in it, called as ``name(*args, plan=tiles, policy=...)``.
+            args: the launcher's.
+            tiles: its Plan.
+        """
+        launcher = self.kernel(family, name)
+        self._run(launcher, args, lambda: self._prepare(launcher, tiles, *args))
+
+    def _run(self, launcher: Any, args: tuple[Any, ...], make: Callable[[], Launch]) -> None:
+        """Repeats this place's launch of the script, or makes one and records it."""
         if self.replays:
             known, launch = self.script[self.at]
             self.at += 1
             if known is launcher:
-                launch(a, b, base, scale, out)
+                launch(*args)
                 return
-        launch = self._matmul(launcher, a, b, base, scale, out, dynamic)
-        launch(a, b, base, scale, out)
+        launch = make()
+        launch(*args)
         if not self.replays:
             self.script.append((launcher, launch))
 

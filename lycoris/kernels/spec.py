@@ -130,7 +130,8 @@ class OpSpec:
             any kernel runs, differentiated by PyTorch. A folded call computes in fp32.
         fold_with: the optional operand whose presence calls for the fold.
         positive: shape symbols that may not be 0.
-        unit: ``compute`` (matrix products) or ``output`` (pointwise, scored per element).
+        unit: ``compute`` (matrix products) or ``output`` (pointwise: scored per element, except
+            what ``reductions`` says is a sum).
     """
 
     name: str

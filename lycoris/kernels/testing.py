@@ -257,15 +257,15 @@ def check(
         perfect = model[name].to(dtype).double()
         floor = exact.to(dtype).double()
 
-        def score(t: Tensor, exact: Tensor = exact, unit: torch.dtype = unit) -> Score:
-            return ulp.score(t.reshape(exact.shape), exact, unit, pointwise=spec.unit == "output")
-
+        reduction = reductions.get(name, 1)
+        # A pointwise op's reduced gradients are sums like any others.
+        pointwise = spec.unit == "output" and reduction == 1
+        given = (value, perfect, floor, eager[name].reshape(exact.shape))
+        scores = [ulp.score(t, exact, unit, pointwise=pointwise) for t in given]
         same = value.to(policy.compute) == perfect.to(policy.compute)
         agreement = same.double().mean().item() if same.numel() else 1.0
         rounds = not torch.equal(model[name], exact)
-        reduction = reductions.get(name, 1)
         bound = spec.bound.limit(policy.compute, reduction)
-        scores = [score(t) for t in (value, perfect, floor, eager[name])]
         why = _verdict(
             scores, bound, policy.compute, reduction, rounds, agreement if small else 1.0
         )
