@@ -29,5 +29,6 @@ def prepared(prepare: Callable[..., Launch]) -> Launch:
     def launcher(*args: Any, plan: Plan, policy: Policy) -> None:
         prepare(*args, plan=plan, policy=policy)(*args)
 
+    # A function takes attributes, which mypy does not model.
     launcher.prepare = prepare  # type: ignore[attr-defined]
     return launcher

@@ -51,7 +51,9 @@ def matmul(
 ) -> Plan:
     """The plan of a skinny product (M, N) = (M, K) @ (K, N), from its shape alone.
 
-    The tiles are the best of those measured at 8192 x 4096, rank 16, on an H200.
+    At rank 16 in bf16 the tiles are among the best measured on an H200, at 8192 x 4096
+    (bench/results/2026-11-29-h200-matmul-tiles.txt). Those of longer ranks and of fp32 were chosen
+    to compile without spills, and are not timed yet.
 
     Args:
         m: rows of the output: the long side.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..functional import OPS
-from . import ulp
+from . import registry, ulp
 from .call import resolve_policy
 from .inputs import Inputs, draw
 from .precision import HALF, Policy
@@ -238,7 +238,7 @@ def check(
     attributes = {a.name: case.attributes.get(a.name, a.default) for a in spec.attributes}
     oracle = _reference(spec, inputs, policy, lambda t, **_: t, attributes)
     model = _reference(spec, inputs, policy, rounding(policy.compute), attributes)
-    eager = _run(spec, inputs, "torch", case)
+    eager = _run(spec, inputs, registry.FORMULA, case)
     with poisoned():
         got = _run(spec, inputs, backend, case)
     dims = spec.bind(inputs.operands).dims
