@@ -19,7 +19,7 @@ from .kernels import config, explain, registry, report, testing
 from .kernels.call import resolve_policy
 from .kernels.errors import BackendError
 from .kernels.report import DTYPES, UsageError, table, to_json
-from .kernels.spec import OpSpec
+from .kernels.spec import Case, OpSpec
 
 _OP_COLUMNS = ("operand", "role", "side", "optional", "shape")
 
@@ -142,7 +142,7 @@ def _explain(args: argparse.Namespace) -> int:
     present = explain.pick_variant(spec, sizes, wanted)
     choice, failure = None, ""
     try:
-        operands = explain.blanks(spec, present, sizes, mix)
+        operands = explain.blanks(spec, Case("", sizes, present=tuple(present)), mix)
         binding = spec.bind(operands)
         policy = resolve_policy(spec, operands, device, None, None)
         call = (binding.dims, policy, device)

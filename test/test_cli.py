@@ -143,10 +143,13 @@ def test_explain_plans_every_case(op):
     spec = SPECS[op]
     for case in spec.cases:
         mix = (torch.bfloat16, torch.float32)
-        operands = explain.blanks(spec, case.present, case.sizes, mix)
-        binding = spec.bind(operands)
+        operands = explain.blanks(spec, case, mix)
+        binding = spec.bind(operands, case.attributes)
         policy = report.Policy(torch.bfloat16, torch.float32)
-        assert explain.launches(spec, binding, operands, policy, torch.device("cpu")), case.name
+        planned = explain.launches(
+            spec, binding, operands, policy, torch.device("cpu"), case.attributes
+        )
+        assert planned, case.name
 
 
 def test_explain_names_the_reason_and_the_mixed_policy(capsys, monkeypatch, plug_in):

@@ -75,14 +75,15 @@ def caller(op: str, case: Case, mix: Mix, backend: str, device: torch.device) ->
     """Forward, and forward with backward, as plain calls on one set of operands."""
     spec = SPECS[op]
     inputs = draw(spec, case, mix, device)
+    attributes = tuple(spec.named(case.attributes).values())
     leaves = [
         None if t is None else t.clone().requires_grad_(o.differentiable)
         for o, t in zip(spec.operands, inputs.operands, strict=True)
     ]
-    wanted = [t for t in leaves if t is not None]
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
 
     def forward() -> Tensor:
-        return OPS[op](leaves, inputs.scale, backend=backend)
+        return OPS[op](leaves, inputs.scale, attributes=attributes, backend=backend)
 
     def both() -> tuple[Tensor, ...]:
         return torch.autograd.grad(forward(), wanted, inputs.grad)
@@ -127,7 +128,7 @@ def measure(
     spec = SPECS[op]
     rows = testing.check(op, backend, case, mix, device=device)
     inputs = draw(spec, case, mix, device)
-    dims = spec.bind(inputs.operands).dims
+    dims = spec.bind(inputs.operands, case.attributes).dims
     cost = spec.cost(dims, inputs.grad.element_size())
     floor = 1e6 * max(
         cost.bytes / limits["copy_bytes_per_s"], cost.flops / limits["bf16_flop_per_s"]

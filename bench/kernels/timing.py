@@ -32,7 +32,7 @@ def compare(
     size = sum(t.numel() * t.element_size() for t in tensors)
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     count = min(64, max(4, math.ceil(4 * cache / max(size, 1))))
-    attributes = tuple(case.attributes.get(a.name, a.default) for a in spec.attributes)
+    attributes = tuple(spec.named(case.attributes).values())
 
     def calls(name: str) -> list[Call]:
         def prepare() -> Call:

@@ -144,6 +144,7 @@ class Op:
         ``policy`` is given where it is resolved already: a backward pass lacks the additive
         operands, whose dtypes count.
         """
+        attributes = [tuple(a) if isinstance(a, list) else a for a in attributes]
         try:
             key = (
                 override,

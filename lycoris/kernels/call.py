@@ -127,7 +127,7 @@ class Call:
         self.policy = policy
         self.attributes = attributes
         self.override = override
-        self.binding: Binding = spec.bind(operands)
+        self.binding: Binding = spec.bind(operands, attributes)
         self.formula = Formula(spec, self.binding, policy, attributes)
         self.roles = {o.name: o.role for o in spec.operands}
         self.layout = [(o.name, self.binding.flat.get(o.name, ())) for o in spec.operands]

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import registry
 from .call import resolve_policy
 from .formula import flatten
-from .inputs import shape_of
+from .inputs import case_shapes, shape_of
 from .precision import Policy
 from .report import Mix, UsageError, incapable, is_fused
 from .schedule import Schedule
@@ -33,7 +33,7 @@ def variants(spec: OpSpec) -> Iterator[tuple[frozenset[str], Mapping[str, str]]]
     for count in range(len(optional) + 1):
         for present in map(frozenset, combinations(optional, count)):
             try:
-                shapes = spec.shapes(present)
+                shapes = spec.shapes(present, **spec.named({}))
             except (KeyError, ValueError):  # operands that only go together
                 continue
             if required | present <= shapes.keys():
@@ -41,9 +41,11 @@ def variants(spec: OpSpec) -> Iterator[tuple[frozenset[str], Mapping[str, str]]]
                 yield present, {n: s for n, s in shapes.items() if n in used}
 
 
-def symbols(shapes: Mapping[str, str]) -> list[str]:
+def symbols(spec: OpSpec, shapes: Mapping[str, str]) -> list[str]:
     """The shape symbols whose sizes a call needs."""
-    found = (s for shape in shapes.values() for s, kind in parse(shape) if kind != "ones")
+    late = {"out", *(o.name for o in spec.operands if o.additive)} if spec.derive else set()
+    given = (shape for name, shape in shapes.items() if name not in late)
+    found = (s for shape in given for s, kind in parse(shape) if kind != "ones")
     return list(dict.fromkeys(found))
 
 
@@ -91,13 +93,12 @@ def describe(spec: OpSpec) -> dict[str, Any]:
     }
 
 
-def blanks(spec: OpSpec, present: Sequence[str], sizes: Sizes, mix: Mix) -> list[Tensor | None]:
-    """Operands of a call as meta tensors: shapes and dtypes, no memory."""
-    full = {k: v if isinstance(v, tuple) else (v,) for k, v in sizes.items()}
-    shapes = spec.shapes(frozenset(present))
+def blanks(spec: OpSpec, case: Case, mix: Mix) -> list[Tensor | None]:
+    """Operands of a case as meta tensors: shapes and dtypes, no memory."""
+    shapes, sizes = case_shapes(spec, case)
     return [
-        torch.empty(shape_of(shapes[o.name], full), dtype=mix[o.side == "adapter"], device="meta")
-        if not o.optional or o.name in present
+        torch.empty(shape_of(shapes[o.name], sizes), dtype=mix[o.side == "adapter"], device="meta")
+        if not o.optional or o.name in case.present
         else None
         for o in spec.operands
     ]
@@ -116,7 +117,7 @@ def pick_variant(spec: OpSpec, sizes: Sizes, wanted: Sequence[str] | None = None
     """
     needs: dict[str, str] = {}
     for present, shapes in variants(spec):
-        found = symbols(shapes)
+        found = symbols(spec, shapes)
         if wanted is None:
             if set(found) == sizes.keys():
                 return sorted(present)
@@ -141,9 +142,9 @@ def pick_variant(spec: OpSpec, sizes: Sizes, wanted: Sequence[str] | None = None
 
 def refusal(spec: OpSpec, backend: str, case: Case, mix: Mix, device: torch.device) -> str | None:
     """Why a backend declines a parity case, by its own capability check; None where it doesn't."""
-    operands = blanks(spec, case.present, case.sizes, mix)
+    operands = blanks(spec, case, mix)
     policy = resolve_policy(spec, operands, device, None, None)
-    return incapable(backend, spec, spec.bind(operands).dims, policy, device)
+    return incapable(backend, spec, spec.bind(operands, case.attributes).dims, policy, device)
 
 
 class _Recorder(Schedule):
@@ -177,6 +178,7 @@ def launches(
     operands: Sequence[Tensor | None],
     policy: Policy,
     device: torch.device,
+    attributes: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Every kernel a fused backend would launch for a call and all its gradients, with its plan."""
     if policy.compute is torch.float64:
@@ -190,7 +192,7 @@ def launches(
         if policy.name == "mma16":
             policy = replace(policy, compute=torch.float32)
     run = _Recorder(policy, device)
-    attributes = {a.name: a.default for a in spec.attributes}
+    attributes = spec.named(attributes or {})
     out = run.empty(binding.flat["out"], policy.output)
     saved = SimpleNamespace(
         **{

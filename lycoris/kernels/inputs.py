@@ -28,6 +28,17 @@ def shape_of(shape: str, sizes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(n for symbol, kind in parse(shape) if kind != "ones" for n in sizes[symbol])
 
 
+def case_shapes(
+    spec: OpSpec, case: Case
+) -> tuple[Mapping[str, str], dict[str, tuple[int, ...]]]:
+    """The shapes of a case's operands and output, and the sizes of every symbol in them."""
+    attributes = spec.named(case.attributes)
+    sizes = {k: v if isinstance(v, tuple) else (v,) for k, v in case.sizes.items()}
+    if spec.derive is not None:
+        sizes |= spec.derive(sizes, **attributes)
+    return spec.shapes(frozenset(case.present), **attributes), sizes
+
+
 def draw(
     spec: OpSpec,
     case: Case,
@@ -40,8 +51,7 @@ def draw(
     Drawn on the CPU in fp64, so that a seed means the same everywhere.
     """
     generator = torch.Generator().manual_seed(seed)
-    sizes = {k: v if isinstance(v, tuple) else (v,) for k, v in case.sizes.items()}
-    shapes = spec.shapes(frozenset(case.present))
+    shapes, sizes = case_shapes(spec, case)
     used = [o for o in spec.operands if not o.optional or o.name in case.present]
     values = {o.name: _fill(o, shape_of(shapes[o.name], sizes), case, generator) for o in used}
     grad = _noise(shape_of(shapes["out"], sizes), case, generator)
@@ -65,6 +75,8 @@ def draw(
         values[next(o.name for o in used if o.side == "adapter")] *= 16
     elif case.fill == "zero_factor":
         values[next(o.name for o in used if o.side == "adapter")].zero_()
+    if spec.adjust is not None:
+        spec.adjust(values, case)
     typed = {
         o.name: _place(values[o.name].to(mix[o.side == "adapter"]), case, device, first=first)
         for first, o in zip([True] + [False] * len(used), used, strict=False)

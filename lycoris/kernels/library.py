@@ -84,6 +84,9 @@ class LibraryOp:
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         return torch.ones((), dtype=dtype, device=first.device) * scale
 
+    def _named(self, attributes: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip((a.name for a in self.spec.attributes), attributes, strict=True))
+
     # -------------------------------------------------------------------- forward
 
     def _split(self, args: tuple[Any, ...]) -> tuple[Operands, Tensor, list[Any], list[Any]]:
@@ -97,10 +100,10 @@ class LibraryOp:
         return (out, *saved) if self.spec.saved else out
 
     def _fake(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
-        operands, _, _, (out_dtype, autocast, _) = self._split(args)
+        operands, _, attributes, (out_dtype, autocast, _) = self._split(args)
         device = check_operands(self.spec, operands)
         policy = resolve_policy(self.spec, operands, device, out_dtype, autocast)
-        binding = self.spec.bind(operands)
+        binding = self.spec.bind(operands, self._named(attributes))
         out = torch.empty(binding.out_shape, dtype=policy.output, device=device)
         saved = [
             torch.empty(
@@ -138,8 +141,8 @@ class LibraryOp:
         grads: list[Tensor | None] = [None] * self.count
         if any(needs) and torch.is_grad_enabled():  # create_graph under a dispatch mode
             full = self._full(kept)
-            named = dict(zip((a.name for a in spec.attributes), ctx.attributes, strict=True))
-            formula = Formula(spec, spec.bind(full), ctx.policy, named)
+            named = self._named(ctx.attributes)
+            formula = Formula(spec, spec.bind(full, named), ctx.policy, named)
             flags = [i in places and bool(ctx.needs_input_grad[i]) for i in range(self.count)]
             grads = formula.gradients(grad, full, scale, flags, create_graph=True)
         elif any(needs):

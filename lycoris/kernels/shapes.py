@@ -8,11 +8,13 @@ into ``N``; ``k*`` (last only) zero or more; ``1*`` (last only) trailing ones, w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import cache
 
 LEADING = "T"
+#: The sizes each symbol stands for: one, or several for a group of dimensions.
+Groups = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,18 @@ def bind(
     shapes: Mapping[str, str],
     actual: Mapping[str, tuple[int, ...]],
     positive: tuple[str, ...] = (),
+    derive: Callable[[Groups], Groups] | None = None,
+    late: Set[str] = frozenset(),
 ) -> Binding:
     """Fits every operand's shape to its notation.
+
+    Args:
+        op: named in errors.
+        shapes: the notation of every operand and of ``out``.
+        actual: the operands' shapes.
+        positive: symbols that may not be 0.
+        derive: the symbols bound so far -> sizes that follow from them.
+        late: operands that are bound after ``derive``, since they have what it derives.
 
     Raises:
         ValueError: naming the operand, its shape, and the sizes expected with where they
@@ -80,7 +92,14 @@ def bind(
     dims: dict[str, int] = {}
     source: dict[str, str] = {}
     flat: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
+    derived = derive is None
+    # A stable sort: what is late comes last, the rest stays in order.
+    for name, shape in sorted(shapes.items(), key=lambda item: item[0] in late or item[0] == "out"):
+        if not derived and derive is not None and (name in late or name == "out"):
+            for symbol, part in derive(groups).items():
+                groups[symbol], dims[symbol] = part, math.prod(part)
+                source[symbol] = "the other operands"
+            derived = True
         if name not in actual:
             continue
         sizes = []

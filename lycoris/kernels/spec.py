@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .shapes import Binding, bind
+from .shapes import Binding, Groups, bind
 
 #: Marks a declared rounding in a formula: rounds the value and, going back, its gradient.
 Round = Callable[..., Tensor]
@@ -44,10 +45,13 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A static, non-tensor argument: ``kind`` is its torch.library schema type."""
+    """A static, non-tensor argument: ``kind`` is its torch.library schema type.
+
+    A list is given as a tuple.
+    """
 
     name: str
-    kind: Literal["int", "bool", "str"]
+    kind: Literal["int", "bool", "str", "float", "float?", "int[]"]
     default: Any
 
 
@@ -93,6 +97,8 @@ class Case:
     ``cancellation``, ``subnormal``, ``near_overflow``, ``zero_factor``. ``layout``:
     ``contiguous``, ``strided``, ``expanded``.
     ``exact``: the correctly rounded oracle is expected, element by element.
+    ``mixes``: every dtype mix, or a ``few`` that show each dtype once: for a variant that is told
+    apart by its shapes.
     """
 
     name: str
@@ -104,6 +110,7 @@ class Case:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     exact: bool = False
     device: Literal["any", "cpu", "cuda"] = "any"
+    mixes: Literal["all", "few"] = "all"
 
 
 @dataclass(frozen=True)
@@ -114,8 +121,8 @@ class OpSpec:
         name: the public name in :mod:`lycoris.functional`.
         family: the file that holds its kernels, in ``ops/`` and in every backend.
         operands: in the order of the kernels' and the library op's arguments.
-        shapes: present optional operands -> shape of each operand and of ``out`` (see
-            :mod:`lycoris.kernels.shapes`).
+        shapes: present optional operands (and the attributes, by name) -> shape of each operand
+            and of ``out`` (see :mod:`lycoris.kernels.shapes`).
         formula: ``(t, scale, rnd, **attributes) -> out`` in differentiable PyTorch, on flattened
             operands. Oracle, model and eager are this one function in three dtypes.
         forward: ``(run, t, scale, out, saved, **attributes)`` launches kernels; see
@@ -130,14 +137,19 @@ class OpSpec:
             any kernel runs, differentiated by PyTorch. A folded call computes in fp32.
         fold_with: the optional operand whose presence calls for the fold.
         positive: shape symbols that may not be 0.
+        derive: (sizes of the symbols bound so far, and the attributes by name) -> further symbols
+            with their sizes, which ``out`` and the additive operands may have, or ``reductions``
+            and ``cost`` read. Raises ValueError where the sizes don't go together.
         unit: ``compute`` (matrix products) or ``output`` (pointwise: scored per element, except
             what ``reductions`` says is a sum).
+        adjust: turns operands drawn for a case, in fp64 by name, into ones that make sense
+            together, in place: a norm that is one, a mask of zeros and ones.
     """
 
     name: str
     family: str
     operands: tuple[Operand, ...]
-    shapes: Callable[[frozenset[str]], Mapping[str, str]]
+    shapes: Callable[..., Mapping[str, str]]
     formula: Callable[..., Tensor]
     forward: Callable[..., None]
     backward: Callable[..., None]
@@ -150,23 +162,39 @@ class OpSpec:
     saved: tuple[Saved, ...] = ()
     attributes: tuple[Attribute, ...] = ()
     positive: tuple[str, ...] = ()
+    derive: Callable[..., Groups] | None = None
     unit: Literal["compute", "output"] = "compute"
+    adjust: Callable[[dict[str, Tensor], Case], None] | None = None
     doc: str = ""
 
-    def bind(self, operands: Sequence[Tensor | None]) -> Binding:
+    def named(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """Every attribute by name: the given ones, defaults for the others."""
+        return {a.name: attributes.get(a.name, a.default) for a in self.attributes}
+
+    def bind(
+        self, operands: Sequence[Tensor | None], attributes: Mapping[str, Any] | None = None
+    ) -> Binding:
         """Checks every operand's shape and binds the shape symbols.
 
         Raises:
             ValueError: an operand's shape does not fit; the message names it, its shape and
                 what was expected.
         """
-        shapes = {
+        actual = {
             o.name: tuple(t.shape)
             for o, t in zip(self.operands, operands, strict=True)
             if t is not None
         }
+        given = self.named(attributes or {})
         optional = frozenset(o.name for o in self.operands if o.optional)
-        return bind(self.name, self.shapes(optional & shapes.keys()), shapes, self.positive)
+        return bind(
+            self.name,
+            self.shapes(optional & actual.keys(), **given),
+            actual,
+            self.positive,
+            partial(self.derive, **given) if self.derive is not None else None,
+            frozenset(o.name for o in self.operands if o.additive),
+        )
 
 
 #: Every op by its public name, in the order of registration.

@@ -36,6 +36,12 @@ MIXES = (
     (torch.float32, torch.float16),
     (torch.float32, torch.bfloat16),
 )
+#: Each dtype as the model's and as the adapter's.
+_FEW = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.float32),
+)
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 #: Largest sizes for which agreement with the model is asked for, element by element.
 _AGREEMENT_SIZE = 512
@@ -104,7 +110,7 @@ def _reference(
 ) -> dict[str, Tensor]:
     """The formula in fp64 on operands after the policy's cast: ``out`` and every gradient."""
     leaves: dict[str, Tensor | None] = {}
-    binding = spec.bind(inputs.operands)
+    binding = spec.bind(inputs.operands, attributes)
     for operand, t in zip(spec.operands, inputs.operands, strict=True):
         if t is not None:
             t = t.detach().to(policy.compute) if operand.role == "mma" else t.detach()
@@ -126,7 +132,7 @@ def _run(
         None if t is None else t.detach().requires_grad_(o.differentiable)
         for o, t in zip(spec.operands, inputs.operands, strict=True)
     ]
-    attributes = tuple(case.attributes.get(a.name, a.default) for a in spec.attributes)
+    attributes = tuple(spec.named(case.attributes).values())
     out = OPS[spec.name](
         leaves, inputs.scale, attributes=attributes, backend=backend, out_dtype=out_dtype
     )
@@ -235,13 +241,13 @@ def check(
     spec = SPECS[op]
     inputs = draw(spec, case, mix, torch.device(device), seed)
     policy = resolve_policy(spec, inputs.operands, torch.device(device), None, None)
-    attributes = {a.name: case.attributes.get(a.name, a.default) for a in spec.attributes}
+    attributes = spec.named(case.attributes)
     oracle = _reference(spec, inputs, policy, lambda t, **_: t, attributes)
     model = _reference(spec, inputs, policy, rounding(policy.compute), attributes)
     eager = _run(spec, inputs, registry.FORMULA, case)
     with poisoned():
         got = _run(spec, inputs, backend, case)
-    dims = spec.bind(inputs.operands).dims
+    dims = spec.bind(inputs.operands, attributes).dims
     reductions = spec.reductions(dims)
     stored = {
         o.name: t.dtype
@@ -306,7 +312,7 @@ def cases(op: str, device: str = "cpu") -> Iterator[tuple[Case, tuple[torch.dtyp
         if case.device not in ("any", device):
             continue
         seen = set()
-        for mix in MIXES:
+        for mix in MIXES if case.mixes == "all" else _FEW:
             sides = frozenset(
                 (o.side, mix[o.side == "adapter"])
                 for o in spec.operands

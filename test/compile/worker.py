@@ -68,13 +68,13 @@ def make_call(
     """One call, forward and backward; why the backend declines it, or nothing."""
     operands = [
         None if t is None else t.as_subclass(StandIn)
-        for t in blanks(spec, case.present, case.sizes, mix)
+        for t in blanks(spec, case, mix)
     ]
     policy = resolve_policy(spec, operands, GPU, None, None)
-    attributes = {a.name: case.attributes.get(a.name, a.default) for a in spec.attributes}
+    attributes = spec.named(case.attributes)
     place.op, place.case, place.mix = spec.name, case.name, testing.mix_name(mix)
     place.large = case.device == "cuda"
-    place.aligned = all(size % 16 == 0 for size in spec.bind(operands).dims.values())
+    place.aligned = all(size % 16 == 0 for size in spec.bind(operands, attributes).dims.values())
     try:
         call = Call(spec, operands, policy, GPU, attributes, backend)
     except BackendError as error:

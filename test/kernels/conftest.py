@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lycoris.kernels import registry
+from lycoris.kernels import registry, testing
+from lycoris.kernels.spec import SPECS
 from lycoris.kernels.testing import Row
 
 
@@ -62,6 +64,27 @@ def plug_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., types.Mod
     for name in made:
         registry._loaded.pop(name, None)
     registry.generation += 1
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Shows that a fault in a launcher breaks the rule, and that without it a case passes.
+
+    ``planted(backend, family, launcher's name, fault, op, case's name, mix)``; the fault makes a
+    faulty launcher of the real one.
+    """
+
+    def check(
+        backend: str, family: str, name: str, fault: Any, op: str, case_name: str, mix: Any
+    ) -> None:
+        case = next(c for c in SPECS[op].cases if c.name == case_name)
+        assert all(row.passed for row in testing.check(op, backend, case, mix))
+        module = importlib.import_module(f"lycoris.backends.{backend}.{family}")
+        monkeypatch.setattr(module, name, fault(getattr(module, name)))
+        rows = testing.check(op, backend, case, mix)
+        assert not all(row.passed for row in rows), [row.as_dict() for row in rows]
+
+    return check
 
 
 @pytest.fixture(params=["triton", "tilelang"])

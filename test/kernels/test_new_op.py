@@ -47,7 +47,7 @@ SPEC = OpSpec(
         Operand("m", role="wide"),
         Operand("base", role="wide", optional=True, additive=True, side="data"),
     ),
-    shapes=lambda present: {"x": "... C", "m": "C", "base": "... C", "out": "... C"},
+    shapes=lambda present, negate: {"x": "... C", "m": "C", "base": "... C", "out": "... C"},
     formula=formula,
     forward=forward,
     backward=backward,

@@ -1,23 +1,11 @@
-"""The public ops.
-
-Every op takes its backend from ``backend=``, ``lycoris.use_backend()``, the environment, or the
-device, in that order, and is differentiable to any order in every tensor operand. Sizes: O out,
-I in, k spatial, r rank, T tokens (any leading dimensions).
-"""
+"""LoRA: see :mod:`lycoris.kernels.ops.lora`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .kernels import ops as _ops  # noqa: F401  (registers every op)
-from .kernels.autograd import Op
-from .kernels.spec import SPECS
-
-__all__ = ["OPS", "lora_apply", "lora_weight"]
-
-#: The callable of every op, by name.
-OPS = {spec.name: Op(spec) for spec in SPECS.values()}
+from .table import OPS
 
 
 def lora_apply(
