@@ -28,9 +28,7 @@ def shape_of(shape: str, sizes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(n for symbol, kind in parse(shape) if kind != "ones" for n in sizes[symbol])
 
 
-def case_shapes(
-    spec: OpSpec, case: Case
-) -> tuple[Mapping[str, str], dict[str, tuple[int, ...]]]:
+def case_shapes(spec: OpSpec, case: Case) -> tuple[Mapping[str, str], dict[str, tuple[int, ...]]]:
     """The shapes of a case's operands and output, and the sizes of every symbol in them."""
     attributes = spec.named(case.attributes)
     sizes = {k: v if isinstance(v, tuple) else (v,) for k, v in case.sizes.items()}

@@ -66,10 +66,7 @@ def make_call(
     spec: OpSpec, case: Case, mix: Any, tensor_scale: bool, backend: str, place: Any
 ) -> str:
     """One call, forward and backward; why the backend declines it, or nothing."""
-    operands = [
-        None if t is None else t.as_subclass(StandIn)
-        for t in blanks(spec, case, mix)
-    ]
+    operands = [None if t is None else t.as_subclass(StandIn) for t in blanks(spec, case, mix)]
     policy = resolve_policy(spec, operands, GPU, None, None)
     attributes = spec.named(case.attributes)
     place.op, place.case, place.mix = spec.name, case.name, testing.mix_name(mix)
