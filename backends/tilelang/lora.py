@@ -166,7 +166,9 @@ def matmul_kernel(
     pad = 4 if fused else 0
     a_tile = (block_k, block_m) if a_t else (block_m, block_k + pad)
     b_tile = (block_n, block_k + pad) if b_t else (block_k, block_n)
-    grid = T.ceildiv(N, block_n), T.ceildiv(M, block_m), splits
+    # One dimension for all tiles: a GPU's second one ends at 65535.
+    tiles_n = T.ceildiv(N, block_n)
+    grid = T.ceildiv(M, block_m) * tiles_n, splits
     steps = T.ceildiv(T.ceildiv(K, block_k), splits)
     depth = min(stages, _STAGES_OF_DYNAMIC_K) if k is None else max(1, min(stages, int(steps)))
     columns = min(block_n // 4, 16, threads)  # threads along N
@@ -182,7 +184,9 @@ def matmul_kernel(
 
     @T.macro
     def body(a: Any, b: Any, base: Any, scale: Any, out: Any) -> None:
-        with T.Kernel(*grid, threads=threads) as (bx, by, bz):
+        with T.Kernel(*grid, threads=threads) as (tile, bz):
+            bx = tile % tiles_n
+            by = tile // tiles_n
             a_s = T.alloc_shared(a_tile, compute)
             b_s = T.alloc_shared(b_tile, compute)
             part = T.alloc_fragment((block_m, block_n), "float32")
