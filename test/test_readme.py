@@ -147,7 +147,7 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
 
 def test_the_figures_are_those_of_the_record() -> None:
     text = " ".join((ROOT / "README.md").read_text().split())
-    record = json.loads((ROOT / "bench/results/2026-11-29-h200-lora-triton.json").read_text())
+    record = json.loads((ROOT / "bench/results/2026-11-30-h200-lora-triton.json").read_text())
     for op, case in (("lora_apply", "8192x4096x4096 r=16"), ("lora_weight", "4096x4096 r=16")):
         row = next(r for r in record["rows"] if (r["op"], r["case"]) == (op, case))
         assert row["pass"]

@@ -53,7 +53,7 @@ def matmul(
 
     At rank 16 in bf16 the tiles are among the best measured on an H200, at 8192 x 4096
     (bench/results/2026-11-29-h200-matmul-tiles.txt). Those of longer ranks and of fp32 were chosen
-    to compile without spills, and are not timed yet.
+    to compile without spills.
 
     Args:
         m: rows of the output: the long side.
