@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -26,10 +28,10 @@ def _inside(index, size, EVEN: tl.constexpr):
         return index < size
 
 
-@kernel
-def _matmul(
+@triton.jit
+def _tile(
     a, b, base, scale, out,
-    M, N, K, share,
+    pid, M, N, K, share,
     stride_am, stride_ak, stride_bk, stride_bn,
     stride_ym, stride_yn, stride_os, stride_om, stride_on,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
@@ -43,7 +45,6 @@ def _matmul(
     """
     # Neighbours share a row of tiles: the long operand is read once and rows are written whole.
     tiles_n = tl.cdiv(N, BLOCK_N)
-    pid = tl.program_id(0)
     rm = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rk = tl.arange(0, BLOCK_K)
@@ -95,6 +96,91 @@ def _matmul(
     tl.store(out + tile_out, acc.to(out.dtype.element_ty), mask=inside)
 
 
+@kernel
+def _matmul(
+    a, b, base, scale, out,
+    M, N, K, share,
+    stride_am, stride_ak, stride_bk, stride_bn,
+    stride_ym, stride_yn, stride_os, stride_om, stride_on,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    ONE_STEP: tl.constexpr, FLUSH: tl.constexpr,
+):  # fmt: skip
+    _tile(
+        a, b, base, scale, out,
+        tl.program_id(0), M, N, K, share,
+        stride_am, stride_ak, stride_bk, stride_bn,
+        stride_ym, stride_yn, stride_os, stride_om, stride_on,
+        COMPUTE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_M, EVEN_N, EVEN_K, ONE_STEP, FLUSH,
+    )  # fmt: skip
+
+
+@kernel
+def _matmul_pair(
+    a, b, scale, out, a2, b2, scale2, out2,
+    tiles, N,
+    M, K, share,
+    stride_am, stride_ak, stride_bk, stride_bn,
+    stride_os, stride_om, stride_on,
+    M2, K2, share2,
+    stride_am2, stride_ak2, stride_bk2, stride_bn2,
+    stride_os2, stride_om2, stride_on2,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_K: tl.constexpr, ONE_STEP: tl.constexpr, FLUSH: tl.constexpr,
+    EVEN_M2: tl.constexpr, EVEN_K2: tl.constexpr, ONE_STEP2: tl.constexpr, FLUSH2: tl.constexpr,
+):  # fmt: skip
+    """The tiles of one product, then those of the other: two bodies, each with its own layouts."""
+    pid = tl.program_id(0)
+    if pid < tiles:
+        _tile(
+            a, b, None, scale, out,
+            pid, M, N, K, share,
+            stride_am, stride_ak, stride_bk, stride_bn,
+            0, 0, stride_os, stride_om, stride_on,
+            COMPUTE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_M, EVEN_N, EVEN_K, ONE_STEP, FLUSH,
+        )  # fmt: skip
+    else:
+        _tile(
+            a2, b2, None, scale2, out2,
+            pid - tiles, M2, N, K2, share2,
+            stride_am2, stride_ak2, stride_bk2, stride_bn2,
+            0, 0, stride_os2, stride_om2, stride_on2,
+            COMPUTE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            EVEN_M2, EVEN_N, EVEN_K2, ONE_STEP2, FLUSH2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sum(parts, base, out, pid, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The partial sums of one block, added in order."""
+    at = pid.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for _ in tl.static_range(SPLITS):
+        total += tl.load(parts + at, mask=inside, other=0.0)
+        parts += size
+    if base is not None:
+        total += tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _total(
+    parts, base, out, parts2, out2,
+    blocks, size, size2,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    if parts2 is None:
+        _sum(parts, base, out, pid, size, SPLITS, BLOCK)
+    elif pid < blocks:
+        _sum(parts, base, out, pid, size, SPLITS, BLOCK)
+    else:
+        _sum(parts2, None, out2, pid - blocks, size2, SPLITS, BLOCK)
+
+
 @prepared
 def matmul(
     a: torch.Tensor,
@@ -118,33 +204,113 @@ def matmul(
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
     (m, k), n = a.shape, b.shape[1]
-    block_m, block_n, block_k, splits = plan.block_m, plan.block_n, plan.block_k, plan.splits
-    share = triton.cdiv(k, splits * block_k) * block_k
+    fixed = (
+        *(m, n, k, _share(k, plan)),
+        *(*a.stride(), *b.stride()),
+        *((0, 0) if base is None else base.stride()),
+        *_strides(out),
+    )
+    options = _options(n, k, plan, policy) | _loop(m, k, plan)
+    grid = (_tiles(m, n, plan), plan.splits)
+    return _matmul.prepare(grid, (a, b, base, scale, out), options, fixed)
+
+
+@prepared
+def matmul_pair(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float | torch.Tensor,
+    out: torch.Tensor,
+    a2: torch.Tensor,
+    b2: torch.Tensor,
+    scale2: float | torch.Tensor,
+    out2: torch.Tensor,
+    *,
+    plan: Plan,
+    policy: Policy,
+) -> Launch:
+    """Two products like :func:`matmul`'s, without a base, in one launch.
+
+    Both have N columns and one Plan.
+
+    Raises:
+        KernelBuildError: the kernel doesn't compile for this device and plan.
+    """
+    (m, k), n, (m2, k2) = a.shape, b.shape[1], a2.shape
+    tiles, tiles2 = _tiles(m, n, plan), _tiles(m2, n, plan)
+    fixed = (
+        *(tiles, n),
+        *(m, k, _share(k, plan), *a.stride(), *b.stride(), *_strides(out)),
+        *(m2, k2, _share(k2, plan), *a2.stride(), *b2.stride(), *_strides(out2)),
+    )
+    options = _options(n, min(k, k2), plan, policy) | _loop(m, k, plan)
+    options |= {f"{name}2": value for name, value in _loop(m2, k2, plan).items()}
+    args = (a, b, scale, out, a2, b2, scale2, out2)
+    return _matmul_pair.prepare((tiles + tiles2, plan.splits), args, options, fixed)
+
+
+@prepared
+def total(
+    parts: torch.Tensor,
+    base: torch.Tensor | None,
+    out: torch.Tensor,
+    parts2: torch.Tensor | None,
+    out2: torch.Tensor | None,
+    *,
+    plan: Plan,
+    policy: Policy,
+) -> Launch:
+    """out = [base +] the sum of ``parts`` (splits, M, N), in order and in fp32.
+
+    ``out2`` is that of ``parts2``, where there is one. Every slice, ``base`` and ``out`` are dense
+    and lie in memory alike; ``plan.block_n`` elements are one block.
+
+    Raises:
+        KernelBuildError: the kernel doesn't compile for this device and plan.
+    """
+    sizes = out.numel(), 0 if out2 is None else out2.numel()
+    blocks, blocks2 = (triton.cdiv(size, plan.block_n) for size in sizes)
+    options = {"SPLITS": plan.splits, "BLOCK": plan.block_n, "num_warps": 4, "num_stages": 1}
+    args = (parts, base, out, parts2, out2)
+    return _total.prepare((blocks + blocks2,), args, options, (blocks, *sizes))
+
+
+def _tiles(m: int, n: int, plan: Plan) -> int:
+    return triton.cdiv(m, plan.block_m) * triton.cdiv(n, plan.block_n)
+
+
+def _share(k: int, plan: Plan) -> int:
+    """The elements of K in each split: whole tiles."""
+    return triton.cdiv(k, plan.splits * plan.block_k) * plan.block_k
+
+
+def _strides(out: torch.Tensor) -> tuple[int, ...]:
+    return out.stride() if out.dim() == 3 else (0, *out.stride())
+
+
+def _loop(m: int, k: int, plan: Plan) -> dict[str, Any]:
+    """What a product's sizes settle about its loop."""
+    return {
+        "EVEN_M": m % plan.block_m == 0,
+        "EVEN_K": k % plan.block_k == 0,
+        "ONE_STEP": plan.splits == 1 and k <= plan.block_k,
+        "FLUSH": max(CHUNK, plan.block_k) if _share(k, plan) > CHUNK else 0,
+    }
+
+
+def _options(n: int, k: int, plan: Plan, policy: Policy) -> dict[str, Any]:
     if policy.compute is torch.float32 and not policy.tf32:
         precision = "ieee" if k < _MIN_TRIPLE or torch.version.hip else "tf32x3"  # AMD has no TF32
     else:
         precision = "tf32"
-    fixed = (
-        *(m, n, k, share),
-        *a.stride(),
-        *b.stride(),
-        *((0, 0) if base is None else base.stride()),
-        *(out.stride() if splits > 1 else (0, *out.stride())),
-    )
-    options = {
+    return {
         "COMPUTE": _TL_DTYPE[policy.compute],
         "PRECISION": precision,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
-        "EVEN_M": m % block_m == 0,
-        "EVEN_N": n % block_n == 0,
-        "EVEN_K": k % block_k == 0,
-        "ONE_STEP": splits == 1 and k <= block_k,
-        "FLUSH": max(CHUNK, block_k) if share > CHUNK else 0,
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": plan.block_k,
+        "EVEN_N": n % plan.block_n == 0,
         "num_warps": plan.num_warps,
         # AMD's shared memory is a third of NVIDIA's.
         "num_stages": min(plan.num_stages, 2) if torch.version.hip else plan.num_stages,
     }
-    grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n), splits)
-    return _matmul.prepare(grid, (a, b, base, scale, out), options, fixed)

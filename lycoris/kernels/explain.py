@@ -160,7 +160,7 @@ class _Recorder(Schedule):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def kernel(self, family: str, name: str) -> Any:
+    def kernel(self, family: str, name: str, *, optional: bool = False) -> Any:
         def launch(*args: Any, plan: Any = None, **_: Any) -> None:
             shapes = [list(a.shape) for a in args if isinstance(a, Tensor)]
             tiles = asdict(plan) if plan is not None else {}

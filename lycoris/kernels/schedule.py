@@ -23,6 +23,8 @@ from .precision import Policy
 #: The launches of one run in order, each with the launcher it came from.
 Script = list[tuple[Any, Launch]]
 _HERE = nullcontext()
+#: (a, b, scale, out) of out = scale * a @ b.
+Product = tuple[Tensor, Tensor, float | Tensor, Tensor]
 
 
 class Schedule:
@@ -59,8 +61,8 @@ class Schedule:
         """An uninitialised workspace or output on the call's device."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def kernel(self, family: str, name: str) -> Any:
-        """The launcher ``name`` of a family.
+    def kernel(self, family: str, name: str, *, optional: bool = False) -> Any:
+        """The launcher ``name`` of a family; None where an optional one is missing.
 
         Raises:
             BackendError: the backend has none of that name.
@@ -69,7 +71,7 @@ class Schedule:
         if isinstance(module, str):
             raise BackendError(f"{self.backend.__name__}: {module}")
         launcher = getattr(module, name, None)
-        if launcher is None:
+        if launcher is None and not optional:
             raise BackendError(f"{module.__name__} has no kernel {name!r}")
         return launcher
 
@@ -96,6 +98,24 @@ class Schedule:
         launcher = self.kernel("lora", "matmul")
         args = (a, b, base, scale, out)
         self._run(launcher, args, lambda: self._matmul(launcher, *args, dynamic))
+
+    def matmul_pair(
+        self, first: Product | None, second: Product | None, *, dynamic: str = ""
+    ) -> None:
+        """Up to two products like :meth:`matmul`, in one launch where the backend can.
+
+        Args:
+            first: (a, b, scale, out), or None where it is not wanted.
+            second: the same, with as many columns and an ``a`` laid out alike.
+            dynamic: as for :meth:`matmul`, of both.
+        """
+        launcher = self.kernel("lora", "matmul_pair", optional=True)
+        if launcher is None or first is None or second is None:
+            for a, b, scale, out in filter(None, (first, second)):
+                self.matmul(a, b, out, scale=scale, dynamic=dynamic)
+            return
+        args = (*first, *second)
+        self._run(launcher, args, lambda: self._matmul_pair(launcher, first, second, dynamic))
 
     def launch(self, family: str, name: str, *args: Any, tiles: plan.Plan) -> None:
         """Launches any kernel of a family on ``args``, tensors first.
@@ -132,27 +152,62 @@ class Schedule:
         out: Tensor,
         dynamic: str,
     ) -> Launch:
-        (m, k), n = a.shape, b.shape[1]
-        tiles = plan.matmul(
-            *(m, n, k, self.policy.compute.itemsize, plan.multiprocessors(self.device)),
-            dynamic=dynamic,
-            transposed=a.stride(0) == 1,
-        )
+        m, k = a.shape
+        tiles = self._tiles(m, k, b, a, dynamic)
         if tiles.splits == 1:
             return self._prepare(launcher, tiles, a, b, base, scale, out)
-        shape = (tiles.splits, m, n)
-        example = self.empty(shape, torch.float32)
-        launch = self._prepare(launcher, tiles, a, b, None, scale, example)
+        made = self._partials(tiles.splits, out)
+        launch = self._prepare(launcher, tiles, a, b, None, scale, made)
+        total = self._total(tiles, made, base, out, None, None)
 
         def split(
             a: Tensor, b: Tensor, base: Tensor | None, scale: float | Tensor, out: Tensor
         ) -> None:
-            partials = self.empty(shape, torch.float32)
+            partials = self._partials(tiles.splits, out)
             launch(a, b, None, scale, partials)
-            total = partials.sum(0)
-            out.copy_(total if base is None else total.add_(base))
+            total(partials, base, out, None, None)
 
         return split
+
+    def _matmul_pair(self, launcher: Any, first: Product, second: Product, dynamic: str) -> Launch:
+        (a, b, scale, out), (a2, b2, scale2, out2) = first, second
+        m, k = (max(sizes) for sizes in zip(a.shape, a2.shape, strict=True))
+        tiles = self._tiles(m, k, b, a, dynamic)
+        if tiles.splits == 1:
+            return self._prepare(launcher, tiles, *first, *second)
+        made, made2 = (self._partials(tiles.splits, t) for t in (out, out2))
+        args = (a, b, scale, made, a2, b2, scale2, made2)
+        launch = self._prepare(launcher, tiles, *args)
+        total = self._total(tiles, made, None, out, made2, out2)
+
+        def split(
+            a: Tensor, b: Tensor, scale: float | Tensor, out: Tensor,
+            a2: Tensor, b2: Tensor, scale2: float | Tensor, out2: Tensor,
+        ) -> None:  # fmt: skip
+            partials, partials2 = (self._partials(tiles.splits, t) for t in (out, out2))
+            launch(a, b, scale, partials, a2, b2, scale2, partials2)
+            total(partials, None, out, partials2, out2)
+
+        return split
+
+    def _tiles(self, m: int, k: int, b: Tensor, a: Tensor, dynamic: str) -> plan.Plan:
+        itemsize, units = self.policy.compute.itemsize, plan.multiprocessors(self.device)
+        transposed = a.stride(0) == 1
+        return plan.matmul(
+            m, b.shape[1], k, itemsize, units, dynamic=dynamic, transposed=transposed
+        )
+
+    def _partials(self, splits: int, out: Tensor) -> Tensor:
+        """Room for ``splits`` partial sums of ``out``, each laid out as ``out`` is."""
+        if out.is_contiguous():
+            return self.empty((splits, *out.shape), torch.float32)
+        return self.empty((splits, *out.shape[::-1]), torch.float32).mT
+
+    def _total(self, tiles: plan.Plan, *args: Tensor | None) -> Launch:
+        launcher = self.kernel("lora", "total", optional=True)
+        if launcher is None:
+            return _add_up
+        return self._prepare(launcher, plan.Plan(1, 512, 1, splits=tiles.splits), *args)
 
     def _prepare(self, launcher: Any, tiles: plan.Plan, *args: Any) -> Launch:
         # A launcher of one step, a plug-in's say, is called anew each time.
@@ -161,3 +216,17 @@ class Schedule:
             return partial(launcher, plan=tiles, policy=self.policy)
         launch: Launch = prepare(*args, plan=tiles, policy=self.policy)
         return launch
+
+
+def _add_up(
+    partials: Tensor,
+    base: Tensor | None,
+    out: Tensor,
+    partials2: Tensor | None,
+    out2: Tensor | None,
+) -> None:
+    """The sum of partial sums, and of a second one, for a backend without a kernel for it."""
+    total = partials.sum(0)
+    out.copy_(total if base is None else total.add_(base))
+    if partials2 is not None and out2 is not None:
+        out2.copy_(partials2.sum(0))

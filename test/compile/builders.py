@@ -180,8 +180,10 @@ def watch(place: SimpleNamespace) -> None:
     """Keeps in ``place.launch`` what core asks of a launcher while the launcher runs."""
     plain = Schedule.kernel
 
-    def kernel(self: Schedule, family: str, name: str) -> Any:
-        launcher = plain(self, family, name)
+    def kernel(self: Schedule, family: str, name: str, *, optional: bool = False) -> Any:
+        launcher = plain(self, family, name, optional=optional)
+        if launcher is None:
+            return None
 
         def prepare(*args: Any, plan: Plan, policy: Policy) -> Any:
             place.launch = Launch.of(f"{family}.{name}", args, plan, policy)

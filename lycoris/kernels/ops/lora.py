@@ -47,19 +47,25 @@ def _apply_backward(
     grads: SimpleNamespace,
 ) -> None:
     shape = (t.x.shape[0], t.down.shape[0])
-    if grads.up is not None:
-        hidden = run.empty(shape, run.policy.compute)
-        run.matmul(t.x, t.down.t(), hidden, dynamic="m")
-        run.matmul(grad.t(), hidden, grads.up, scale=scale, dynamic="k")
-    if grads.x is None and grads.down is None:
-        return
+    through = grads.x is not None or grads.down is not None
+    hidden = run.empty(shape, run.policy.compute) if grads.up is not None else None
+    hidden_grad = run.empty(shape, run.policy.compute) if through else None
     # Scaled before it is rounded: an unscaled fp16 q overflows where s * q is finite.
-    hidden_grad = run.empty(shape, run.policy.compute)
-    run.matmul(grad, t.up, hidden_grad, scale=scale, dynamic="m")
-    if grads.x is not None:
+    run.matmul_pair(
+        None if hidden is None else (t.x, t.down.t(), 1.0, hidden),
+        None if hidden_grad is None else (grad, t.up, scale, hidden_grad),
+        dynamic="m",
+    )
+    # The sums over the tokens come next, while the L2 cache holds the last of x and g.
+    run.matmul_pair(
+        None if hidden is None else (grad.t(), hidden, scale, grads.up),
+        None
+        if hidden_grad is None or grads.down is None
+        else (t.x.t(), hidden_grad, 1.0, grads.down.t()),
+        dynamic="k",
+    )
+    if hidden_grad is not None and grads.x is not None:
         run.matmul(hidden_grad, t.down, grads.x, dynamic="m")
-    if grads.down is not None:
-        run.matmul(t.x.t(), hidden_grad, grads.down.t(), dynamic="k")
 
 
 def _apply_reductions(d: Mapping[str, int]) -> Mapping[str, int]:
