@@ -107,6 +107,56 @@ def matmul(
     return launch
 
 
+@prepared
+def total(
+    parts: torch.Tensor,
+    base: torch.Tensor | None,
+    out: torch.Tensor,
+    parts2: torch.Tensor | None,
+    out2: torch.Tensor | None,
+    *,
+    plan: Plan,
+    policy: Policy,
+) -> Launch:
+    """out = [base +] the sum of ``parts`` (splits, M, N), in order and in fp32.
+
+    ``out2`` is that of ``parts2``, where there is one, and then ``base`` is None. Every slice,
+    ``base`` and ``out`` are dense and lie in memory alike; ``plan.block_n`` elements are one block.
+
+    Raises:
+        KernelBuildError: the kernel can't be built.
+    """
+    on_cpu = not out.is_cuda
+    kernel = build(
+        total_kernel,
+        (
+            tuple(None if t is None else t.dtype for t in (base, out, out2)),
+            plan.splits,
+            plan.block_n,
+            1 if on_cpu else 128,
+            "int64" if on_cpu else "int32",
+        ),
+        out.device,
+    )
+
+    def launch(
+        parts: torch.Tensor,
+        base: torch.Tensor | None,
+        out: torch.Tensor,
+        parts2: torch.Tensor | None,
+        out2: torch.Tensor | None,
+    ) -> None:
+        operands = (
+            None if t is None else (t if t.is_contiguous() else t.mT).reshape(*rows, -1)
+            for t, rows in (
+                (parts, (plan.splits,)), (base, ()), (out, ()), (parts2, (plan.splits,)), (out2, ())
+            )
+        )  # fmt: skip
+        kernel(*(t for t in operands if t is not None))
+
+    return launch
+
+
 def _is_transposed(x: torch.Tensor, name: str) -> bool:
     """Whether ``x`` lies in memory as its transpose."""
     if x.is_contiguous():
@@ -264,3 +314,60 @@ def matmul_kernel(
             body(a, b, base, scale, out)
 
     return matmul
+
+
+def total_kernel(
+    dtypes: tuple[torch.dtype | None, torch.dtype, torch.dtype | None],
+    splits: int,
+    block: int,
+    threads: int,
+    index: str,
+) -> Any:
+    """The prim_func behind :func:`total`, for every size."""
+    import tilelang.language as T
+
+    size, size2 = T.dynamic("size", index), T.dynamic("size2", index)
+    base_dtype, out_dtype, out2_dtype = (None if d is None else NAMES[d] for d in dtypes)
+
+    def value(parts: Any, base: Any, at: Any) -> Any:
+        found = parts[0, at]
+        for i in range(1, splits):
+            found = found + parts[i, at]
+        return found if base is None else found + T.cast(base[at], "float32")
+
+    @T.macro
+    def add(parts: Any, base: Any, out: Any, number: Any, size: Any) -> None:
+        for i in T.Parallel(block):
+            if number * block + i < size:
+                out[number * block + i] = value(parts, base, number * block + i)
+
+    parts_type, out_type = T.Tensor((splits, size), "float32"), T.Tensor((size,), out_dtype)
+    if out2_dtype is not None:
+        parts2_type = T.Tensor((splits, size2), "float32")
+        out2_type = T.Tensor((size2,), out2_dtype)
+
+        @T.prim_func
+        def total(parts: parts_type, out: out_type, parts2: parts2_type, out2: out2_type) -> None:  # type: ignore[valid-type]
+            first = T.ceildiv(size, block)
+            with T.Kernel(first + T.ceildiv(size2, block), threads=threads) as number:
+                if number < first:
+                    add(parts, None, out, number, size)
+                else:
+                    add(parts2, None, out2, number - first, size2)
+
+    elif base_dtype is None:
+
+        @T.prim_func
+        def total(parts: parts_type, out: out_type) -> None:  # type: ignore[valid-type, no-redef]
+            with T.Kernel(T.ceildiv(size, block), threads=threads) as number:
+                add(parts, None, out, number, size)
+
+    else:
+        base_type = T.Tensor((size,), base_dtype)
+
+        @T.prim_func
+        def total(parts: parts_type, base: base_type, out: out_type) -> None:  # type: ignore[valid-type, no-redef]
+            with T.Kernel(T.ceildiv(size, block), threads=threads) as number:
+                add(parts, base, out, number, size)
+
+    return total
