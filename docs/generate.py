@@ -1,15 +1,20 @@
-"""Writes docs/environment.md from the table in lycoris/kernels/config.py.
+"""Writes docs/environment.md from the table of variables, and docs/ops.md from the OpSpecs.
 
-Run ``python docs/generate.py`` after a change of that table; a test asks that it was run.
+Run ``python docs/generate.py`` after a change of either; a test asks that it was run.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 
+from lycoris import functional
 from lycoris.kernels.config import VARIABLES
+from lycoris.kernels.explain import describe
+from lycoris.kernels.spec import SPECS, OpSpec
 
-TARGET = Path(__file__).with_name("environment.md")
+FOLDER = Path(__file__).parent
 
 HEAD = """\
 # Environment variables
@@ -31,11 +36,48 @@ A backend that was named and can't serve a call raises `lycoris.BackendError` wi
 """
 
 
-def render() -> str:
-    """The page as it should be."""
+OPS_HEAD = """\
+# Ops
+
+<!-- Written by docs/generate.py from the OpSpecs and the public functions; change them there. -->
+
+Everything in `lycoris.functional` that kernels serve. `mma` operands are cast to the compute dtype,
+`wide` ones are read as they are ([precision.md](precision.md)); trailing ones of a shape, as a 1x1
+convolution has them, go without saying. `help(lycoris.functional.NAME)` has shapes, errors and
+sources. The bound is the declared worst error in ULP against the fp64 oracle, 16-bit and fp32
+(that of fp32 grows with the reduction: [numerics.md](numerics.md)).
+"""
+
+
+def _op(spec: OpSpec) -> str:
+    about = describe(spec)
+    signature = str(inspect.signature(getattr(functional, spec.name)))
+    signature = re.sub(r": [^,()]*?(?=,|\)| =)| -> .*", "", signature.replace("'", ""))
+    bound = about["bound"]
+    lines = [
+        f"\n## {spec.name}\n\n`{spec.name}{signature}`\n\n`{spec.doc}`. Family `{spec.family}`; "
+        f"bound {bound['half']:g} and {bound['fp32']:g}.\n\n"
+        "| operand | shape | role | dtype of |\n|---|---|---|---|\n"
+    ]
+    for o in about["operands"]:
+        shapes = "; ".join(f"{s} with {w}" if w else s for w, s in o["shapes"].items())
+        name = f"`{o['name']}`" + (" (optional)" if o["optional"] else "")
+        kind = o["role"] + ("" if o["differentiable"] else ", no gradient")
+        side = "the model" if o["side"] == "data" else "the adapter"
+        lines.append(f"| {name} | {shapes} | {kind} | {side} |\n")
+    return "".join(lines)
+
+
+def pages() -> dict[str, str]:
+    """Every page by file name, as it should be."""
     rows = [f"| `{v.name}` | {v.default} | {v.values} | {v.meaning} |\n" for v in VARIABLES]
-    return HEAD + "".join(rows) + TAIL
+    listed = sorted(SPECS.values(), key=lambda spec: (spec.family, spec.name))
+    return {
+        "environment.md": HEAD + "".join(rows) + TAIL,
+        "ops.md": OPS_HEAD + "".join(map(_op, listed)),
+    }
 
 
 if __name__ == "__main__":
-    TARGET.write_text(render())
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text)
