@@ -52,7 +52,9 @@ sources. The bound is the declared worst error in ULP against the fp64 oracle, 1
 def _op(spec: OpSpec) -> str:
     about = describe(spec)
     signature = str(inspect.signature(getattr(functional, spec.name)))
-    signature = re.sub(r": [^,()]*?(?=,|\)| =)| -> .*", "", signature.replace("'", ""))
+    signature = re.sub(r": [^,()]*?(?=,|\)| =)| -> .*", "", signature.replace("'", "")).replace(
+        " = ", "="
+    )
     bound = about["bound"]
     lines = [
         f"\n## {spec.name}\n\n`{spec.name}{signature}`\n\n`{spec.doc}`. Family `{spec.family}`; "
