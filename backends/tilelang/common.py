@@ -150,5 +150,6 @@ def _digest(factory: Factory, params: tuple[object, ...]) -> str:
 
 @lru_cache
 def _sources(factory_file: str) -> bytes:
-    files = (Path(factory_file), Path(host_c.__file__), host_c.HEADER)
-    return b"".join(file.read_bytes() for file in files)
+    # A factory may take parts of its kernel from the files beside its own.
+    files = {*Path(factory_file).parent.glob("*.py"), Path(host_c.__file__), host_c.HEADER}
+    return b"".join(file.read_bytes() for file in sorted(files))

@@ -35,8 +35,11 @@ _OPERATORS = {
     "tl.tileop.copy",
     "tl.tileop.fill",
     "tl.tileop.gemm",
+    "tl.tileop.reduce",
 }
+_SKIPPED = ("tirx.Simplify", "tl.Simplify", "s_tir.HoistIfThenElse", "tirx.RemoveNoOp")
 _SERIAL, _PARALLEL = 0, 1  # tirx.ForKind
+_C_TYPES = {"handle": ctypes.c_void_p, "float32": ctypes.c_float, "int32": ctypes.c_int32}
 
 
 def flags() -> list[str]:
@@ -68,13 +71,24 @@ def lower(func: Any) -> str:
     config = {"tirx.disable_vectorize": True}
     try:
         rewritten = tvm.ir.load_json(_rewrite(text))
-        with tilelang.transform.PassContext(opt_level=3, config=config), tvm.target.Target("c"):
+        passes = tilelang.transform.PassContext(3, config=config, instruments=[_fewer_passes(tvm)])
+        with passes, tvm.target.Target("c"):
             source = tilelang.lower(rewritten, target="c").kernel_source
     except Exception as error:
         reason = str(error).strip().splitlines()[-1:]
         raise KernelBuildError(f"{name}: TileLang's C target failed: {reason}") from error
     half = f"#define half lycoris_{'bf16' if brain else 'fp16'}\n"
     return HEADER.read_text() + half + source.replace(_THEIRS, "") + _entry(func, name, source)
+
+
+def _fewer_passes(tvm: Any) -> Any:
+    """Leaves simplification to g++: TileLang's takes most of the time over symbolic sizes."""
+
+    class Fewer:
+        def should_run(self, mod: Any, info: Any) -> bool:
+            return bool(info.name not in _SKIPPED)
+
+    return tvm.ir.instrument.pass_instrument(Fewer)()
 
 
 def compile_source(source: str, library: Path) -> None:
@@ -93,14 +107,14 @@ def compile_source(source: str, library: Path) -> None:
 
 
 class HostKernel:
-    """A kernel in a shared library, called with its tensors and floats in the order it declares."""
+    """A kernel in a shared library, called with tensors and numbers in the order it declares."""
 
     def __init__(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
         abi = json.loads(ctypes.c_char_p.in_dll(loaded, "lycoris_abi").value or b"")
         self._dims: list[list[int]] = abi["dims"]
         self._launch = loaded.lycoris_launch
-        types = [ctypes.c_void_p if pointer else ctypes.c_float for pointer in abi["pointers"]]
+        types: list[Any] = [_C_TYPES[kind] for kind in abi["kinds"]]
         self._launch.argtypes = types + [ctypes.c_int64] * len(self._dims)
 
     def __call__(self, *args: torch.Tensor | float) -> None:
@@ -143,8 +157,14 @@ def _entry(func: Any, name: str, source: str) -> str:
     # The target orders parameters by its own rule, so pass them on by name, in its order.
     split = [p.rsplit(" ", 1) for p in signature[1].split(", ")]
     types = {parameter: kind for kind, parameter in split}
-    declared = ", ".join(f"{types.get(n, 'void*')} {n}" for n in [*names, *sizes])
-    abi = json.dumps({"pointers": [b is not None for b in buffers], "dims": [*sizes.values()]})
+    pairs = zip(buffers, func.params, strict=True)
+    kinds = ["handle" if buffer else str(parameter.dtype) for buffer, parameter in pairs]
+    # A parameter that the kernel never reads is missing there; it is passed all the same.
+    spare = {"handle": "void*", "float32": "float"}
+    unused = {n: spare.get(k, f"{k}_t") for n, k in zip(names, kinds, strict=True)}
+    unused |= dict.fromkeys(sizes, "int64_t")
+    declared = ", ".join(f"{types.get(n, unused[n])} {n}" for n in [*names, *sizes])
+    abi = json.dumps({"kinds": kinds, "dims": [*sizes.values()]})
     return f"""
 extern "C" const char* lycoris_abi = R"({abi})";
 extern "C" void lycoris_launch({declared}) {{ {name}_kernel({", ".join(types)}); }}

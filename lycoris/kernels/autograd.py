@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import config, registry
-from .call import Call, Operands, Scale, check_operands, check_scale, resolve_policy
+from .call import Call, Operands, Scale, check_operands, check_scale, check_target, resolve_policy
 from .library import LibraryOp
 from .precision import Policy, autocast_dtype, tf32_allowed
 from .spec import OpSpec
@@ -48,7 +48,7 @@ class _Fused(torch.autograd.Function):
         kept, saved = tensors[:count], tensors[count + 1 :]
         scale = tensors[count] if ctx.scale is None else ctx.scale
         needs = [
-            need and not o.additive
+            need and o.differentiable and not o.additive
             for o, need in zip(spec.operands, ctx.needs_input_grad[2:], strict=True)
         ]
         record = torch.is_grad_enabled()
@@ -117,14 +117,21 @@ class Op:
             return self.library(operands, scale, attributes, out_dtype, autocast, override or "")
         call = self.prepare(operands, attributes, override, out_dtype, autocast)
         if type(scale) is not float or scale != scale:
-            scale = call.ready_scale(check_scale(self.spec.name, scale))
-        if (
+            scale = call.ready_scale(check_scale(self.spec, scale))
+        plain = (
             call.runs_formula
             or torch._C._are_functorch_transforms_active()
             or forward_ad._current_level >= 0
             or torch.jit.is_tracing()
             or any(map(_is_special, operands))
-        ):
+        )
+        if self.spec.inplace:
+            check_target(self.spec, operands)
+            with torch.no_grad():
+                if plain:
+                    return call.formula_in_place(operands, scale)
+                return call.forward(operands, scale)[0]
+        if plain:
             return call.formula.output(operands, scale)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
             return self.function.apply(call, scale, *operands)

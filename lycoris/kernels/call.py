@@ -67,36 +67,58 @@ def resolve_policy(
         for o, t in zip(spec.operands, operands, strict=True)
         if t is not None
     ]
-    return resolve(spec.name, named, out_dtype=out_dtype, autocast=autocast, device=device.type)
+    policy = resolve(spec.name, named, out_dtype=out_dtype, autocast=autocast, device=device.type)
+    return replace(policy, output=spec.target(operands).dtype) if spec.inplace else policy
 
 
-def check_scale(op: str, scale: Any) -> Scale:
+def check_scale(spec: OpSpec, scale: Any) -> Scale:
     """Checks a scale; reads no tensor's value, so that it can be traced and never waits.
 
     Raises:
         TypeError: it is neither a number nor a floating-point tensor, or it requires a gradient.
         ValueError: it is a tensor that is not 0-d, or a NaN.
     """
+    where = f"{spec.name}: {spec.factor}"
     if isinstance(scale, Tensor):
         if scale.dim() != 0:
-            raise ValueError(f"{op}: scale has shape {tuple(scale.shape)}; expected a 0-d tensor")
+            raise ValueError(f"{where} has shape {tuple(scale.shape)}; expected a 0-d tensor")
         if not scale.is_floating_point():
-            raise TypeError(f"{op}: scale is {scale.dtype}; expected a floating-point tensor")
+            raise TypeError(f"{where} is {scale.dtype}; expected a floating-point tensor")
         if scale.requires_grad:
             raise TypeError(
-                f"{op}: scale requires a gradient, which this op does not give; "
+                f"{where} requires a gradient, which this op does not give; "
                 "multiply an operand by it instead"
             )
         return scale
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         if isinstance(scale, bool) or not isinstance(scale, Real):
-            raise TypeError(
-                f"{op}: scale is {type(scale).__name__}; expected a number or a 0-d tensor"
-            )
+            raise TypeError(f"{where} is {type(scale).__name__}; expected a number or a 0-d tensor")
         scale = float(scale)
     if scale != scale:  # math.isnan would break a traced graph
-        raise ValueError(f"{op}: scale is NaN; expected a number")
+        raise ValueError(f"{where} is NaN; expected a number")
     return scale
+
+
+def check_target(spec: OpSpec, operands: Operands) -> None:
+    """Checks that a call in place may change its operand without telling autograd.
+
+    Raises:
+        RuntimeError: the operand requires a gradient, and grad mode is on.
+        ValueError: two of its elements may share memory.
+    """
+    t, where = spec.target(operands), f"{spec.name}: {spec.inplace}"
+    if t.requires_grad and torch.is_grad_enabled():
+        kind = "is a leaf that requires" if t.is_leaf else "requires"
+        raise RuntimeError(f"{where} {kind} a gradient; change it in place under torch.no_grad()")
+    reach = 0
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                raise ValueError(
+                    f"{where} has shape {tuple(t.shape)} with strides {t.stride()}, so that "
+                    "elements share memory; expected one that is not expanded"
+                )
+            reach += (size - 1) * stride
 
 
 def _ready(t: Tensor) -> Tensor:
@@ -152,16 +174,15 @@ class Call:
         Raises:
             ValueError: a tensor on another device.
         """
+        where = f"{self.spec.name}: {self.spec.factor}"
         if not isinstance(scale, Tensor):
             try:
                 return float(scale)
             except OverflowError:
-                raise ValueError(f"{self.spec.name}: scale is beyond a float's range") from None
+                raise ValueError(f"{where} is beyond a float's range") from None
         if scale.device != self.device:
             if scale.device.type != "cpu":
-                raise ValueError(
-                    f"{self.spec.name}: scale is on {scale.device}; expected {self.device} or cpu"
-                )
+                raise ValueError(f"{where} is on {scale.device}; expected {self.device} or cpu")
             return scale.item()  # a host tensor: no device is waited for
         double = self.policy.compute is torch.float64
         return scale.resolve_neg().to(torch.float64 if double else torch.float32)
@@ -175,6 +196,8 @@ class Call:
                 return self._launch_forward(operands, scale)
             except KernelBuildError as error:
                 self._step_on(error)
+        if self.spec.inplace:
+            return self.formula_in_place(operands, scale), []
         if self.spec.saved:
             return self._formula_saved(operands, scale)
         return self.formula.output(operands, scale), []
@@ -209,6 +232,12 @@ class Call:
             raise BackendError(f"{name}: can't run {self.spec.name}: {error}") from error
         self._choose()  # raises where the environment names this very backend
 
+    def formula_in_place(self, operands: Operands, scale: Scale) -> Tensor:
+        """The formula's output, stored in the operand that the op changes."""
+        target = self.spec.target(operands)
+        target.copy_(self.formula.output(operands, scale))
+        return target
+
     def _formula_saved(self, operands: Operands, scale: Scale) -> tuple[Tensor, list[Tensor]]:
         # Backward differentiates the formula afresh and reads none of these.
         return self.formula.output(operands, scale), [
@@ -237,6 +266,8 @@ class Call:
 
     def _launch_forward(self, operands: Operands, scale: Scale) -> tuple[Tensor, list[Tensor]]:
         kind = (type(scale) is float,)
+        if self.spec.inplace:
+            return self._launch_in_place(kind, operands, scale), []
         run, t = self._begin(kind), self._arrange(operands)
         if self.folds:
             sources = self._fold_sources(t, frozenset())
@@ -250,6 +281,25 @@ class Call:
             self.spec.forward(run, t, scale, flat, keep, **self.attributes)
         self._scripts[kind] = run.script
         return out, saved
+
+    def _launch_in_place(self, kind: tuple[bool, ...], operands: Operands, scale: Scale) -> Tensor:
+        target = self.spec.target(operands)
+        memory = target.untyped_storage().data_ptr()
+        # What a kernel reads must not change under it.
+        apart = [
+            t if t is None or t is target or t.untyped_storage().data_ptr() != memory else t.clone()
+            for t in operands
+        ]
+        run, t = self._begin(kind), self._arrange(apart)
+        flat = getattr(t, self.spec.inplace)
+        with run.on_device():
+            self.spec.forward(run, t, scale, flat, SimpleNamespace(), **self.attributes)
+        self._scripts[kind] = run.script
+        if flat.data_ptr() != target.data_ptr():  # no dense rows: the kernel worked on a copy
+            target.copy_(flat.view(target.shape))
+        elif not target.is_inference():
+            torch.autograd.graph.increment_version(target)
+        return target
 
     def _launch_backward(
         self,

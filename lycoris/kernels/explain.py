@@ -204,7 +204,8 @@ def launches(
     grads = {n: None if v is None or n not in wanted else torch.empty_like(v) for n, v in t.items()}
     spec.forward(run, SimpleNamespace(**t), 1.0, out, saved, **attributes)
     run.phase = "backward"
-    spec.backward(
-        run, out, SimpleNamespace(**t), saved, 1.0, SimpleNamespace(**grads), **attributes
-    )
+    if wanted:
+        spec.backward(
+            run, out, SimpleNamespace(**t), saved, 1.0, SimpleNamespace(**grads), **attributes
+        )
     return run.launches

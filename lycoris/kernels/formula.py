@@ -47,10 +47,12 @@ def run_formula(
     Returns:
         The flattened output in ``policy.output``, differentiable in every operand.
     """
-    cast = {
-        o.name: t.to(policy.compute) if t is not None and o.role == "mma" else t
-        for o, t in ((o, flat[o.name]) for o in spec.operands)
-    }
+    cast = {}
+    for o in spec.operands:
+        t = flat[o.name]
+        if t is not None and not o.differentiable:
+            t = t.detach()
+        cast[o.name] = t.to(policy.compute) if t is not None and o.role == "mma" else t
     device = next(t.device for t in flat.values() if t is not None)
     if isinstance(scale, Tensor) and policy.compute is not torch.float64:
         scale = scale.float()

@@ -62,8 +62,11 @@ def draw(
         _cancel(used, shapes, values, generator)
     elif case.fill == "subnormal":
         # The output falls below the smallest normal number of the working dtype.
-        values[used[0].name] *= 2.0**-8 if half else 2.0**-60
-        values[used[1].name] *= 2.0**-8 if half else 2.0**-68
+        first_names, second_names = spec.tiny or ((used[0].name,), (used[1].name,))
+        for name in first_names:
+            values[name] *= 2.0**-8 if half else 2.0**-60
+        for name in second_names:
+            values[name] *= 2.0**-8 if half else 2.0**-68
     elif case.fill == "near_overflow":
         # grad @ up overflows fp16, and scale times it does not.
         grad *= 4096

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call, Operands, Scale, check_operands, check_scale, resolve_policy
+from .call import Call, Operands, Scale, check_operands, check_scale, check_target, resolve_policy
 from .formula import Formula
 from .precision import Policy, tf32_allowed
 from .shapes import parse
@@ -32,32 +32,38 @@ class LibraryOp:
         self.spec = spec
         self.prepare = prepare
         self.count = len(spec.operands)
-        operands = [f"Tensor{'?' if o.optional else ''} {o.name}" for o in spec.operands]
+        operands = [
+            f"Tensor{'(a!)' if o.name == spec.inplace else '?' if o.optional else ''} {o.name}"
+            for o in spec.operands
+        ]
         kept = [
             f"Tensor{'?' if o.optional else ''} {o.name}" for o in spec.operands if not o.additive
         ]
+        factor = f"Tensor {spec.factor}"
         attributes = [f"{a.kind} {a.name}" for a in spec.attributes]
         outputs = ", ".join(["Tensor"] * (1 + len(spec.saved)))
         _library.define(
-            f"{spec.name}({', '.join([*operands, 'Tensor scale', *attributes])}, "
+            f"{spec.name}({', '.join([*operands, factor, *attributes])}, "
             "ScalarType? out_dtype, ScalarType? autocast, str backend) -> "
-            + (f"({outputs})" if spec.saved else outputs)
+            + ("()" if spec.inplace else f"({outputs})" if spec.saved else outputs)
         )
-        back = ", ".join(["Tensor grad", *kept, "Tensor[] saved", "Tensor scale", *attributes])
+        name = f"{NAMESPACE}::{spec.name}"
+        self.op = getattr(torch.ops.lycoris, spec.name)
+        _library.impl(spec.name, self._forward, "CompositeExplicitAutograd")
+        torch.library.register_fake(name, self._fake, lib=_library)
+        if spec.inplace:
+            return
+        back = ", ".join(["Tensor grad", *kept, "Tensor[] saved", factor, *attributes])
         _library.define(
             f"{spec.name}_backward({back}, ScalarType compute, ScalarType output, str backend, "
             "bool[] needs) -> Tensor[]"
         )
         backward = f"{spec.name}_backward"
-        _library.impl(spec.name, self._forward, "CompositeExplicitAutograd")
         _library.impl(backward, self._backward, "CompositeExplicitAutograd")
-        name = f"{NAMESPACE}::{spec.name}"
-        torch.library.register_fake(name, self._fake, lib=_library)
         torch.library.register_fake(f"{name}_backward", self._fake_backward, lib=_library)
         torch.library.register_autograd(
             name, self._autograd, setup_context=self._setup, lib=_library
         )
-        self.op = getattr(torch.ops.lycoris, spec.name)
         self.backward_op = getattr(torch.ops.lycoris, backward)
 
     def __call__(
@@ -69,8 +75,12 @@ class LibraryOp:
         autocast: torch.dtype | None,
         backend: str,
     ) -> Tensor:
-        scale = self._scale_tensor(operands, check_scale(self.spec.name, scale))
+        scale = self._scale_tensor(operands, check_scale(self.spec, scale))
+        if self.spec.inplace:
+            check_target(self.spec, operands)
         result = self.op(*operands, scale, *attributes, out_dtype, autocast, backend)
+        if self.spec.inplace:
+            return self.spec.target(operands)
         return result[0] if self.spec.saved else result
 
     def _scale_tensor(self, operands: Operands, scale: Scale) -> Tensor:
@@ -93,17 +103,21 @@ class LibraryOp:
         n, m = self.count, len(self.spec.attributes)
         return args[:n], args[n], list(args[n + 1 : n + 1 + m]), list(args[n + 1 + m :])
 
-    def _forward(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
+    def _forward(self, *args: Any) -> Tensor | tuple[Tensor, ...] | None:
         operands, scale, attributes, (out_dtype, autocast, backend) = self._split(args)
         call = self.prepare(operands, attributes, backend or None, out_dtype, autocast)
         out, saved = call.forward(operands, call.ready_scale(scale))
+        if self.spec.inplace:
+            return None
         return (out, *saved) if self.spec.saved else out
 
-    def _fake(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
+    def _fake(self, *args: Any) -> Tensor | tuple[Tensor, ...] | None:
         operands, _, attributes, (out_dtype, autocast, _) = self._split(args)
         device = check_operands(self.spec, operands)
         policy = resolve_policy(self.spec, operands, device, out_dtype, autocast)
         binding = self.spec.bind(operands, self._named(attributes))
+        if self.spec.inplace:
+            return None
         out = torch.empty(binding.out_shape, dtype=policy.output, device=device)
         saved = [
             torch.empty(
@@ -137,13 +151,14 @@ class LibraryOp:
         tensors = ctx.saved_tensors  # once: checkpointing unpacks them anew at every access
         kept = tensors[: len(places)]
         scale, *saved = tensors[len(places) :]
-        needs = [bool(ctx.needs_input_grad[i]) for i in places]
+        needs = [bool(ctx.needs_input_grad[i]) and spec.operands[i].differentiable for i in places]
         grads: list[Tensor | None] = [None] * self.count
         if any(needs) and torch.is_grad_enabled():  # create_graph under a dispatch mode
             full = self._full(kept)
             named = self._named(ctx.attributes)
             formula = Formula(spec, spec.bind(full, named), ctx.policy, named)
-            flags = [i in places and bool(ctx.needs_input_grad[i]) for i in range(self.count)]
+            wanted = dict(zip(places, needs, strict=True))
+            flags = [wanted.get(i, False) for i in range(self.count)]
             grads = formula.gradients(grad, full, scale, flags, create_graph=True)
         elif any(needs):
             found = iter(

@@ -79,7 +79,7 @@ def matmul(
     if transposed and k >= 4 * CHUNK:  # the tokens are summed: long rows of few columns each
         block_m, block_k = min(128, max(16, power_of_2(m))), 32 if wide else 64
         tiles = _tiles(m, block_m) * columns
-        splits = max(1, min(units // tiles, k // (2 * CHUNK), 16))
+        splits = max(1, min(units // tiles, k // (2 * CHUNK), 32))
         return Plan(block_m, block_n, block_k, 8, 3 if wide else 4, splits, dynamic)
     # A longer fp32 tile is faster, and its chain of truncating TF32 products breaks the bound.
     block_k = min(32 if wide else 128 if block_n == 16 else 64, max(16, power_of_2(k)))

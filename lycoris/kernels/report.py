@@ -63,16 +63,17 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
 def to_json(value: object) -> str:
     """Strict JSON: a number that is not finite becomes null."""
-    return json.dumps(_plain(value), indent=2, allow_nan=False)
+    return json.dumps(plain(value), indent=2, allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """``value`` as strict JSON has it: a number that is not finite becomes None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value
 
 

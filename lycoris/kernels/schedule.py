@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -84,6 +85,7 @@ class Schedule:
         base: Tensor | None = None,
         scale: float | Tensor = 1.0,
         dynamic: str = "",
+        exact: bool = False,
     ) -> None:
         """out = [base +] scale * a @ b, rounded once to ``out``'s dtype.
 
@@ -94,10 +96,12 @@ class Schedule:
             base: (M, N) or None.
             scale: a number, or a 0-d fp32 tensor on the device.
             dynamic: which of ``m`` and ``k`` is the token count.
+            exact: computes in fp32, whatever the policy: an fp32 operand isn't cast.
         """
         launcher = self.kernel("lora", "matmul")
         args = (a, b, base, scale, out)
-        self._run(launcher, args, lambda: self._matmul(launcher, *args, dynamic))
+        policy = replace(self.policy, compute=torch.float32) if exact else self.policy
+        self._run(launcher, args, lambda: self._matmul(launcher, *args, dynamic, policy))
 
     def matmul_pair(
         self, first: Product | None, second: Product | None, *, dynamic: str = ""
@@ -127,7 +131,7 @@ class Schedule:
             tiles: its Plan.
         """
         launcher = self.kernel(family, name)
-        self._run(launcher, args, lambda: self._prepare(launcher, tiles, *args))
+        self._run(launcher, args, lambda: self._prepare(launcher, tiles, self.policy, *args))
 
     def _run(self, launcher: Any, args: tuple[Any, ...], make: Callable[[], Launch]) -> None:
         """Repeats this place's launch of the script, or makes one and records it."""
@@ -151,13 +155,14 @@ class Schedule:
         scale: float | Tensor,
         out: Tensor,
         dynamic: str,
+        policy: Policy,
     ) -> Launch:
         m, k = a.shape
-        tiles = self._tiles(m, k, b, a, dynamic)
+        tiles = self._tiles(m, k, b, a, dynamic, policy)
         if tiles.splits == 1:
-            return self._prepare(launcher, tiles, a, b, base, scale, out)
+            return self._prepare(launcher, tiles, policy, a, b, base, scale, out)
         made = self._partials(tiles.splits, out)
-        launch = self._prepare(launcher, tiles, a, b, None, scale, made)
+        launch = self._prepare(launcher, tiles, policy, a, b, None, scale, made)
         total = self._total(tiles, made, base, out, None, None)
 
         def split(
@@ -172,12 +177,12 @@ class Schedule:
     def _matmul_pair(self, launcher: Any, first: Product, second: Product, dynamic: str) -> Launch:
         (a, b, scale, out), (a2, b2, scale2, out2) = first, second
         m, k = (max(sizes) for sizes in zip(a.shape, a2.shape, strict=True))
-        tiles = self._tiles(m, k, b, a, dynamic)
+        tiles = self._tiles(m, k, b, a, dynamic, self.policy)
         if tiles.splits == 1:
-            return self._prepare(launcher, tiles, *first, *second)
+            return self._prepare(launcher, tiles, self.policy, *first, *second)
         made, made2 = (self._partials(tiles.splits, t) for t in (out, out2))
         args = (a, b, scale, made, a2, b2, scale2, made2)
-        launch = self._prepare(launcher, tiles, *args)
+        launch = self._prepare(launcher, tiles, self.policy, *args)
         total = self._total(tiles, made, None, out, made2, out2)
 
         def split(
@@ -190,8 +195,10 @@ class Schedule:
 
         return split
 
-    def _tiles(self, m: int, k: int, b: Tensor, a: Tensor, dynamic: str) -> plan.Plan:
-        itemsize, units = self.policy.compute.itemsize, plan.multiprocessors(self.device)
+    def _tiles(
+        self, m: int, k: int, b: Tensor, a: Tensor, dynamic: str, policy: Policy
+    ) -> plan.Plan:
+        itemsize, units = policy.compute.itemsize, plan.multiprocessors(self.device)
         transposed = a.stride(0) == 1
         return plan.matmul(
             m, b.shape[1], k, itemsize, units, dynamic=dynamic, transposed=transposed
@@ -207,14 +214,16 @@ class Schedule:
         launcher = self.kernel("lora", "total", optional=True)
         if launcher is None:
             return _add_up
-        return self._prepare(launcher, plan.Plan(1, 512, 1, splits=tiles.splits), *args)
+        adding = plan.Plan(1, 512, 1, splits=tiles.splits)
+        return self._prepare(launcher, adding, self.policy, *args)
 
-    def _prepare(self, launcher: Any, tiles: plan.Plan, *args: Any) -> Launch:
+    @staticmethod
+    def _prepare(launcher: Any, tiles: plan.Plan, policy: Policy, *args: Any) -> Launch:
         # A launcher of one step, a plug-in's say, is called anew each time.
         prepare = getattr(launcher, "prepare", None)
         if prepare is None:
-            return partial(launcher, plan=tiles, policy=self.policy)
-        launch: Launch = prepare(*args, plan=tiles, policy=self.policy)
+            return partial(launcher, plan=tiles, policy=policy)
+        launch: Launch = prepare(*args, plan=tiles, policy=policy)
         return launch
 
 

@@ -141,7 +141,12 @@ class OpSpec:
             with their sizes, which ``out`` and the additive operands may have, or ``reductions``
             and ``cost`` read. Raises ValueError where the sizes don't go together.
         unit: ``compute`` (matrix products) or ``output`` (pointwise: scored per element, except
-            what ``reductions`` says is a sum).
+            what ``reductions`` says is a sum, in ULP of the dtype it is stored in).
+        inplace: the operand that the output is stored in, with its dtype. A call changes it and
+            returns it; nothing is recorded for a backward pass, and no operand is differentiable.
+        factor: the name of the scale, in errors and in the library op.
+        tiny: the operands whose product a subnormal case puts below the normal numbers, while no
+            intermediate is; by default the first and the second.
         adjust: turns operands drawn for a case, in fp64 by name, into ones that make sense
             together, in place: a norm that is one, a mask of zeros and ones.
     """
@@ -164,8 +169,17 @@ class OpSpec:
     positive: tuple[str, ...] = ()
     derive: Callable[..., Groups] | None = None
     unit: Literal["compute", "output"] = "compute"
+    inplace: str = ""
+    factor: str = "scale"
     adjust: Callable[[dict[str, Tensor], Case], None] | None = None
+    tiny: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     doc: str = ""
+
+    def target(self, operands: Sequence[Tensor | None]) -> Tensor:
+        """The operand that a call in place changes."""
+        found = operands[[o.name for o in self.operands].index(self.inplace)]
+        assert found is not None
+        return found
 
     def named(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """Every attribute by name: the given ones, defaults for the others."""

@@ -54,7 +54,7 @@ def mix_name(mix: tuple[torch.dtype, torch.dtype]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The verdict on one output or gradient. Scores are in ULP of the working dtype."""
+    """The verdict on one output or gradient. Scores are in ULP of the dtype it works in."""
 
     op: str
     backend: str
@@ -120,7 +120,8 @@ def _reference(
     out = spec.formula(SimpleNamespace(**leaves), inputs.scale, rnd, **attributes)
     names = [n for n, t in leaves.items() if t is not None and t.requires_grad]
     grad = inputs.grad.double().reshape(out.shape)
-    found = torch.autograd.grad(out, [t for n in names if (t := leaves[n]) is not None], grad)
+    wanted = [t for n in names if (t := leaves[n]) is not None]
+    found = torch.autograd.grad(out, wanted, grad) if wanted else ()
     return {"out": out.detach(), **dict(zip(names, found, strict=True))}
 
 
@@ -129,7 +130,9 @@ def _run(
 ) -> dict[str, Tensor]:
     """The op on one backend: ``out`` and every gradient, in the operands' shapes."""
     leaves = [
-        None if t is None else t.detach().requires_grad_(o.differentiable)
+        None
+        if t is None
+        else (_copied(t) if o.name == spec.inplace else t.detach()).requires_grad_(o.differentiable)
         for o, t in zip(spec.operands, inputs.operands, strict=True)
     ]
     attributes = tuple(spec.named(case.attributes).values())
@@ -141,8 +144,14 @@ def _run(
         for o, t in zip(spec.operands, leaves, strict=True)
         if t is not None and t.requires_grad
     }
-    found = torch.autograd.grad(out, list(named.values()), inputs.grad)
+    found = torch.autograd.grad(out, list(named.values()), inputs.grad) if named else ()
     return {"out": out.detach(), **dict(zip(named, found, strict=True))}
+
+
+def _copied(t: Tensor) -> Tensor:
+    """``t`` in memory of its own, laid out as it is."""
+    memory = t.untyped_storage().clone()
+    return t.new_empty(0).set_(memory, t.storage_offset(), t.shape, t.stride())
 
 
 @contextmanager
@@ -163,7 +172,7 @@ def poisoned() -> Iterator[None]:
 def _verdict(
     scores: Sequence[Score],
     bound: float,
-    compute: torch.dtype,
+    unit: torch.dtype,
     reduction: int,
     rounds: bool,
     agreement: float,
@@ -176,8 +185,8 @@ def _verdict(
     limits = [("ulp", got.ulp, bound, "bound")]
     # A result stored wider than its compute dtype has a floor of nearly nothing; what fp32 itself
     # leaves, in ULP of the compute dtype, is granted then: K sums, the scale and the base.
-    accumulation = math.ldexp(math.sqrt(k + 2), ulp.FORMATS[compute][0] - 24)
-    if compute in HALF:
+    accumulation = math.ldexp(math.sqrt(k + 2), ulp.FORMATS[unit][0] - 24)
+    if unit in HALF:
         if rounds:
             limits += [
                 ("rms", got.rms, 1.05 * model.rms, "1.05 model"),
@@ -258,7 +267,8 @@ def check(
     rows = []
     for name, exact in oracle.items():
         dtype = stored[name]
-        unit = policy.output if spec.unit == "output" else policy.compute
+        # A pointwise op has no compute dtype: each tensor is as exact as what it is stored in.
+        unit = dtype if spec.unit == "output" else policy.compute
         value = got[name].reshape(exact.shape)
         perfect = model[name].to(dtype).double()
         floor = exact.to(dtype).double()
@@ -268,13 +278,11 @@ def check(
         pointwise = spec.unit == "output" and reduction == 1
         given = (value, perfect, floor, eager[name].reshape(exact.shape))
         scores = [ulp.score(t, exact, unit, pointwise=pointwise) for t in given]
-        same = value.to(policy.compute) == perfect.to(policy.compute)
+        same = value.to(unit) == perfect.to(unit)
         agreement = same.double().mean().item() if same.numel() else 1.0
         rounds = not torch.equal(model[name], exact)
-        bound = spec.bound.limit(policy.compute, reduction)
-        why = _verdict(
-            scores, bound, policy.compute, reduction, rounds, agreement if small else 1.0
-        )
+        bound = spec.bound.limit(unit, reduction)
+        why = _verdict(scores, bound, unit, reduction, rounds, agreement if small else 1.0)
         if case.exact and not torch.equal(value.double(), floor):
             wrong = (value.double() != floor).sum().item()
             why = why or f"{wrong} elements differ from the correctly rounded oracle"

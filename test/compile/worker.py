@@ -115,6 +115,7 @@ def main() -> int:
     parser.add_argument("--op", help="only this op")
     parser.add_argument("--part", default="1/1", help="such as 2/3: the second third")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.add_argument("--level", type=int, choices=(0, 1, 2), help="see builders.TARGETS")
     parser.add_argument("--list", action="store_true", help="only say what would be built")
     args = parser.parse_args()
     pretend(ARCHS[args.arch])
@@ -138,7 +139,8 @@ def main() -> int:
     start = time.perf_counter()
     compiler = {"triton": Triton, "tilelang": TileLang}[args.backend](args.arch, note)
     declined = {make_call(*call, args.backend, place) for call in calls(args.op)} - {""}
-    chosen = sample(list(requests.values()), TARGETS[args.backend, args.arch])
+    level = TARGETS[args.backend, args.arch] if args.level is None else args.level
+    chosen = sample(list(requests.values()), level)
     part, parts = map(int, args.part.split("/"))
     chosen = chosen[part - 1 :: parts]
     if not args.list:
