@@ -1,0 +1,495 @@
+"""LoHa: the elementwise product of two low-rank weights, generated tile by tile.
+
+A tile of the weight exists in registers only: stored once (``weight``), multiplied with x
+(``dense_product``), or multiplied into a tile of the weight's gradient (``factor_grads``). At a
+small rank ``row_products`` turns LoHa into a LoRA instead.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lycoris.kernels.launch import Launch, prepared
+from lycoris.kernels.plan import CHUNK, Plan
+from lycoris.kernels.precision import Policy
+
+from .common import kernel
+from .lora import _TL_DTYPE, _inside
+
+#: Products are chained here, whose errors add: below this K a TF32 triple misses the fp32 bound.
+_MIN_TRIPLE = 64
+
+
+def _precision(policy: Policy, k: int) -> str:
+    if policy.compute is not torch.float32 or policy.tf32:
+        return "tf32"
+    return "ieee" if k < _MIN_TRIPLE or torch.version.hip else "tf32x3"
+
+
+def _launch_options(plan: Plan) -> dict[str, int]:
+    # AMD's shared memory is a third of NVIDIA's.
+    stages = min(plan.num_stages, 2) if torch.version.hip else plan.num_stages
+    return {"num_warps": plan.num_warps, "num_stages": stages}
+
+
+@triton.jit
+def _tile(ptr, rows, columns, ok, stride_row, stride_column):
+    """Where ``ok``, the elements at (rows, columns); zeros elsewhere."""
+    offsets = (
+        rows.to(tl.int64)[:, None] * stride_row + columns.to(tl.int64)[None, :] * stride_column
+    )
+    return tl.load(ptr + offsets, mask=ok, other=0.0)
+
+
+@triton.jit
+def _low_rank(
+    a, b, rm, rn, ok_m, ok_n, R, stride_am, stride_ar, stride_br, stride_bn,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
+    EVEN_R: tl.constexpr, ONE_STEP: tl.constexpr, FLUSH: tl.constexpr,
+):  # fmt: skip
+    """The tile (rm, rn) of a @ b in fp32; in two levels where R is longer than FLUSH."""
+    part = tl.zeros((rm.shape[0], rn.shape[0]), tl.float32)
+    if FLUSH:
+        total = tl.zeros((rm.shape[0], rn.shape[0]), tl.float32)
+    for r in tl.range(0, BLOCK_R if ONE_STEP else R, BLOCK_R):
+        rr = r + tl.arange(0, BLOCK_R)
+        ok_r = _inside(rr, R, EVEN_R)
+        x = _tile(a, rm, rr, ok_m[:, None] & ok_r[None, :], stride_am, stride_ar).to(COMPUTE)
+        y = _tile(b, rr, rn, ok_r[:, None] & ok_n[None, :], stride_br, stride_bn).to(COMPUTE)
+        part = tl.dot(x, y, part, input_precision=PRECISION)
+        if FLUSH:
+            if (r + BLOCK_R) % FLUSH == 0:
+                total += part
+                part = tl.zeros((rm.shape[0], rn.shape[0]), tl.float32)
+    if FLUSH:
+        part += total
+    return part
+
+
+@triton.jit
+def _scaled(value, scale):
+    if scale.dtype.is_ptr():
+        return value * tl.load(scale)
+    else:
+        return value * scale
+
+
+@kernel
+def _weight(
+    a1, b1, a2, b2, base, scale, out, M, N, R,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_R: tl.constexpr,
+    ONE_STEP: tl.constexpr, FLUSH: tl.constexpr,
+):  # fmt: skip
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    rm = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    ok_m, ok_n = _inside(rm, M, EVEN_M), _inside(rn, N, EVEN_N)
+    first = _low_rank(
+        a1, b1, rm, rn, ok_m, ok_n, R, R, 1, N, 1,
+        COMPUTE, PRECISION, BLOCK_R, EVEN_R, ONE_STEP, FLUSH,
+    )  # fmt: skip
+    second = _low_rank(
+        a2, b2, rm, rn, ok_m, ok_n, R, R, 1, N, 1,
+        COMPUTE, PRECISION, BLOCK_R, EVEN_R, ONE_STEP, FLUSH,
+    )  # fmt: skip
+    acc = _scaled(first * second, scale)
+    offsets = rm.to(tl.int64)[:, None] * N + rn[None, :]
+    inside = ok_m[:, None] & ok_n[None, :]
+    if base is not None:
+        acc += tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@prepared
+def weight(
+    w1_a: Tensor,
+    w1_b: Tensor,
+    w2_a: Tensor,
+    w2_b: Tensor,
+    base: Tensor | None,
+    scale: float | Tensor,
+    out: Tensor,
+    *,
+    plan: Plan,
+    policy: Policy,
+) -> Launch:
+    """out = [base +] scale * (w1_a @ w1_b) o (w2_a @ w2_b), rounded once.
+
+    ``w*_a`` (M, r), ``w*_b`` (r, N), ``base`` and ``out`` (M, N): contiguous. ``plan.block_k`` is
+    along r. ``scale``: a float, or a 0-d fp32 tensor on the device.
+
+    Raises:
+        KernelBuildError: the kernel doesn't compile for this device and plan.
+    """
+    (m, rank), n = w1_a.shape, w1_b.shape[1]
+    options = {
+        "COMPUTE": _TL_DTYPE[policy.compute],
+        "PRECISION": _precision(policy, rank),
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_R": plan.block_k,
+        "EVEN_M": m % plan.block_m == 0,
+        "EVEN_N": n % plan.block_n == 0,
+        "EVEN_R": rank % plan.block_k == 0,
+        "ONE_STEP": rank <= plan.block_k,
+        "FLUSH": CHUNK if rank > CHUNK else 0,
+        **_launch_options(plan),
+    }
+    grid = (triton.cdiv(m, plan.block_m) * triton.cdiv(n, plan.block_n),)
+    args = (w1_a, w1_b, w2_a, w2_b, base, scale, out)
+    return _weight.prepare(grid, args, options, (m, n, rank))
+
+
+@triton.jit
+def _leave(part, slot, rank_columns, columns, ok, R, N, value, adds):
+    """Stores (columns, rank) sums of a b factor as (rank, columns), on top of earlier ones."""
+    offsets = (slot.to(tl.int64) * R + rank_columns)[None, :] * N + columns.to(tl.int64)[:, None]
+    if adds:
+        value += tl.load(part + offsets, mask=ok, other=0.0)
+    tl.store(part + offsets, value, mask=ok)
+
+
+@kernel
+def _factor_grads(
+    grad, x, a1, b1, a2, b2, part_a, part_b, scale, start, tokens, M, N, R, rows,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, RANK_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_R: tl.constexpr,
+    ONE_STEP: tl.constexpr, FLUSH_R: tl.constexpr, FLUSH: tl.constexpr,
+):  # fmt: skip
+    """One tile of the weight's gradient, and what it adds to the gradients of all four factors.
+
+    FLUSH: tokens between two additions to the second level.
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    pid_m, pid_n = pid // tiles_n, pid % tiles_n
+    local = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    rm = start + local
+    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    ok_m, ok_n = _inside(rm, M, EVEN_M), _inside(rn, N, EVEN_N)
+    if x is None:
+        delta = _tile(grad, rm, rn, ok_m[:, None] & ok_n[None, :], N, 1).to(tl.float32)
+    else:
+        delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        rk = tl.arange(0, BLOCK_K)
+        for k in tl.range(0, tokens, BLOCK_K):
+            rt = k + rk
+            ok_t = rt < tokens
+            g = _tile(grad, rm, rt, ok_m[:, None] & ok_t[None, :], 1, M).to(COMPUTE)
+            y = _tile(x, rt, rn, ok_t[:, None] & ok_n[None, :], N, 1).to(COMPUTE)
+            delta = tl.dot(g, y, delta, input_precision=PRECISION)
+            if (k + BLOCK_K) % FLUSH == 0:
+                total += delta
+                delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        delta += total
+    delta = _scaled(delta, scale)
+    # One half after the other: three tiles in fp32 at once would not fit in registers.
+    second = _low_rank(
+        a2, b2, rm, rn, ok_m, ok_n, R, R, 1, N, 1,
+        COMPUTE, RANK_PRECISION, BLOCK_K, EVEN_R, ONE_STEP, FLUSH_R,
+    )  # fmt: skip
+    grad_1 = (delta * second).to(COMPUTE)
+    first = _low_rank(
+        a1, b1, rm, rn, ok_m, ok_n, R, R, 1, N, 1,
+        COMPUTE, RANK_PRECISION, BLOCK_K, EVEN_R, ONE_STEP, FLUSH_R,
+    )  # fmt: skip
+    grad_2 = (delta * first).to(COMPUTE)
+    for r in tl.range(0, BLOCK_K if ONE_STEP else R, BLOCK_K, num_stages=1):
+        rr = r + tl.arange(0, BLOCK_K)
+        ok_r = _inside(rr, R, EVEN_R)
+        ok = ok_r[:, None] & ok_n[None, :]
+        row = (pid_n.to(tl.int64) * 2 * rows + local)[:, None] * R + rr[None, :]
+        ok_a = (local < rows)[:, None] & ok_r[None, :]
+        y = tl.trans(_tile(b1, rr, rn, ok, N, 1).to(COMPUTE))
+        tl.store(part_a + row, tl.dot(grad_1, y, input_precision=PRECISION), mask=ok_a)
+        row += rows.to(tl.int64) * R
+        y = tl.trans(_tile(b2, rr, rn, ok, N, 1).to(COMPUTE))
+        tl.store(part_a + row, tl.dot(grad_2, y, input_precision=PRECISION), mask=ok_a)
+        ok = ok_m[:, None] & ok_r[None, :]
+        ok_b = ok_n[:, None] & ok_r[None, :]
+        y = _tile(a1, rm, rr, ok, R, 1).to(COMPUTE)
+        total_1 = tl.dot(tl.trans(grad_1), y, input_precision=PRECISION)
+        _leave(part_b, pid_m * 2, rr, rn, ok_b, R, N, total_1, start > 0)
+        y = _tile(a2, rm, rr, ok, R, 1).to(COMPUTE)
+        total_2 = tl.dot(tl.trans(grad_2), y, input_precision=PRECISION)
+        _leave(part_b, pid_m * 2 + 1, rr, rn, ok_b, R, N, total_2, start > 0)
+
+
+@prepared
+def factor_grads(
+    grad: Tensor,
+    x: Tensor | None,
+    w1_a: Tensor,
+    w1_b: Tensor,
+    w2_a: Tensor,
+    w2_b: Tensor,
+    part_a: Tensor,
+    part_b: Tensor,
+    scale: float | Tensor,
+    start: int,
+    *,
+    plan: Plan,
+    policy: Policy,
+) -> Launch:
+    """Partial sums of the factors' gradients over the tiles of a group of the weight's rows.
+
+    The weight's gradient D, from row ``start`` on, is ``grad`` (M, N), or ``grad``^T ``x`` with
+    ``grad`` (tokens, M) and ``x`` (tokens, N), never stored. ``w*_a`` (M, r), ``w*_b`` (r, N).
+    With P1 = s D o W2 and P2 = s D o W1, rounded to ``policy.compute``, fp32 ``part_a``
+    (tiles along N, 2, rows, r) takes P w_b^T of each tile, and ``part_b`` (row tiles, 2, r, N)
+    w_a^T P, added to what an earlier group left where ``start`` > 0.
+
+    Raises:
+        KernelBuildError: the kernel doesn't compile for this device and plan.
+    """
+    (m, rank), n = w1_a.shape, w1_b.shape[1]
+    tiles_n, rows = part_a.shape[0], part_a.shape[2]
+    options = {
+        "COMPUTE": _TL_DTYPE[policy.compute],
+        "PRECISION": _precision(policy, min(m, n, n if x is None else x.shape[0])),
+        "RANK_PRECISION": _precision(policy, rank),
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": plan.block_k,
+        "EVEN_M": m % rows == 0,
+        "EVEN_N": n % plan.block_n == 0,
+        "EVEN_R": rank % plan.block_k == 0,
+        "ONE_STEP": rank <= plan.block_k,
+        "FLUSH_R": CHUNK if rank > CHUNK else 0,
+        "FLUSH": CHUNK,
+        **_launch_options(plan),
+    }
+    tokens = 0 if x is None else x.shape[0]
+    args = (grad, x, w1_a, w1_b, w2_a, w2_b, part_a, part_b, scale, start)
+    grid = (rows // plan.block_m * tiles_n,)
+    return _factor_grads.prepare(grid, args, options, (tokens, m, n, rank, rows))
+
+
+@kernel
+def _combine(parts, out_1, out_2, slices, length, size, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    half = tl.program_id(1)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    # Several slices at a time, which are on their way together.
+    for s in tl.range(0, slices, STEP):
+        rs = s + tl.arange(0, STEP)
+        offsets = (rs.to(tl.int64) * 2 + half)[:, None] * length + at[None, :]
+        ok = (rs < slices)[:, None] & inside[None, :]
+        total += tl.sum(tl.load(parts + offsets, mask=ok, other=0.0), 0)
+    if half == 0:
+        if out_1 is not None:
+            tl.store(out_1 + at, total.to(out_1.dtype.element_ty), mask=inside)
+    else:
+        if out_2 is not None:
+            tl.store(out_2 + at, total.to(out_2.dtype.element_ty), mask=inside)
+
+
+@prepared
+def combine(
+    parts: Tensor, out_1: Tensor | None, out_2: Tensor | None, *, plan: Plan, policy: Policy
+) -> Launch:
+    """Adds the slices of ``parts`` (slices, 2, ...) in their order, one output for each of the 2.
+
+    An output is contiguous, as long as a slice or shorter, and rounded once; it may be None.
+
+    Raises:
+        KernelBuildError: the kernel doesn't compile for this device and plan.
+    """
+    size = next(t.numel() for t in (out_1, out_2) if t is not None)
+    fixed = (parts.shape[0], parts[0, 0].numel(), size)
+    options = {"BLOCK": plan.block_n, "STEP": plan.block_m, "num_warps": plan.num_warps}
+    grid = (triton.cdiv(size, plan.block_n), 2)
+    return _combine.prepare(grid, (parts, out_1, out_2), options, fixed)
+
+
+@kernel
+def _dense_product(
+    a, p1, q1, p2, q2, base, scale, out, M, N, K, R, stride_pk, stride_pr, stride_qr, stride_qn,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, RANK_PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVEN_R: tl.constexpr,
+    ONE_STEP: tl.constexpr, FLUSH_R: tl.constexpr, FLUSH: tl.constexpr,
+):  # fmt: skip
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    rm = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    ok_m, ok_n = rm < M, _inside(rn, N, EVEN_N)
+    part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if FLUSH:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(0, K, BLOCK_K):
+        rk = k + tl.arange(0, BLOCK_K)
+        ok_k = _inside(rk, K, EVEN_K)
+        x = _tile(a, rm, rk, ok_m[:, None] & ok_k[None, :], K, 1).to(COMPUTE)
+        first = _low_rank(
+            p1, q1, rk, rn, ok_k, ok_n, R, stride_pk, stride_pr, stride_qr, stride_qn,
+            COMPUTE, RANK_PRECISION, BLOCK_K, EVEN_R, ONE_STEP, FLUSH_R,
+        )  # fmt: skip
+        second = _low_rank(
+            p2, q2, rk, rn, ok_k, ok_n, R, stride_pk, stride_pr, stride_qr, stride_qn,
+            COMPUTE, RANK_PRECISION, BLOCK_K, EVEN_R, ONE_STEP, FLUSH_R,
+        )  # fmt: skip
+        part = tl.dot(x, (first * second).to(COMPUTE), part, input_precision=PRECISION)
+        if FLUSH:
+            if (k + BLOCK_K) % FLUSH == 0:
+                total += part
+                part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if FLUSH:
+        part += total
+    acc = _scaled(part, scale)
+    offsets = rm.to(tl.int64)[:, None] * N + rn[None, :]
+    inside = ok_m[:, None] & ok_n[None, :]
+    if base is not None:
+        acc += tl.load(base + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@prepared
+def dense_product(
+    a: Tensor,
+    p1: Tensor,
+    q1: Tensor,
+    p2: Tensor,
+    q2: Tensor,
+    base: Tensor | None,
+    scale: float | Tensor,
+    out: Tensor,
+    *,
+    plan: Plan,
+    policy: Policy,
+) -> Launch:
+    """out = [base +] scale * a @ W, W = (p1 @ q1) o (p2 @ q2) rounded to compute, never stored.
+
+    ``a`` (M, K), ``base`` and ``out`` (M, N): contiguous. ``p*`` (K, r) and ``q*`` (r, N) are all
+    contiguous or all transposed.
+
+    Raises:
+        KernelBuildError: the kernel doesn't compile for this device and plan.
+    """
+    (m, k), (rank, n) = a.shape, q1.shape
+    fixed = (m, n, k, rank, *p1.stride(), *q1.stride())
+    options = {
+        "COMPUTE": _TL_DTYPE[policy.compute],
+        "PRECISION": _precision(policy, k),
+        "RANK_PRECISION": _precision(policy, rank),
+        "BLOCK_M": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": plan.block_k,
+        "EVEN_N": n % plan.block_n == 0,
+        "EVEN_K": k % plan.block_k == 0,
+        "EVEN_R": rank % plan.block_k == 0,
+        "ONE_STEP": rank <= plan.block_k,
+        "FLUSH_R": CHUNK if rank > CHUNK else 0,
+        "FLUSH": CHUNK if k > CHUNK else 0,
+        **_launch_options(plan),
+    }
+    grid = (triton.cdiv(m, plan.block_m) * triton.cdiv(n, plan.block_n),)
+    return _dense_product.prepare(grid, (a, p1, q1, p2, q2, base, scale, out), options, fixed)
+
+
+@kernel
+def _row_products(
+    first, second, out, M, R, stride_m, stride_r,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    rm = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    p = tl.program_id(1)
+    rows = rm.to(tl.int64)
+    left = tl.load(first + rows * stride_m + p * stride_r, mask=rm < M, other=0.0).to(COMPUTE)
+    for r in tl.range(0, R, BLOCK_R):
+        rr = r + tl.arange(0, BLOCK_R)
+        ok = (rm < M)[:, None] & (rr < R)[None, :]
+        right = _tile(second, rm, rr, ok, stride_m, stride_r).to(COMPUTE).to(tl.float32)
+        value = left.to(tl.float32)[:, None] * right
+        tl.store(out + (rows[:, None] * R + p) * R + rr[None, :], value.to(COMPUTE), mask=ok)
+
+
+@prepared
+def row_products(
+    first: Tensor, second: Tensor, out: Tensor, *, plan: Plan, policy: Policy
+) -> Launch:
+    """out[n, p * r + q] = first[n, p] * second[n, q], rounded to ``policy.compute``.
+
+    ``first`` and ``second`` (n, r) have the same strides; ``out`` (n, r * r) is contiguous.
+
+    Raises:
+        KernelBuildError: the kernel doesn't compile for this device and plan.
+    """
+    m, rank = first.shape
+    options = {
+        "COMPUTE": _TL_DTYPE[policy.compute],
+        "BLOCK_M": plan.block_m,
+        "BLOCK_R": plan.block_n,
+        "num_warps": plan.num_warps,
+    }
+    grid = (triton.cdiv(m, plan.block_m), rank)
+    return _row_products.prepare(grid, (first, second, out), options, (m, rank, *first.stride()))
+
+
+@kernel
+def _row_products_grads(
+    grad, first, second, out_1, out_2, M, R, stride_m, stride_r,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    rm = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = rm.to(tl.int64)
+    at = tl.program_id(1)
+    place = rows * stride_m + at * stride_r
+    sum_1 = tl.zeros((BLOCK_M,), tl.float32)
+    sum_2 = tl.zeros((BLOCK_M,), tl.float32)
+    for r in tl.range(0, R, BLOCK_R):
+        rr = r + tl.arange(0, BLOCK_R)
+        ok = (rm < M)[:, None] & (rr < R)[None, :]
+        line = rows[:, None] * R
+        if out_1 is not None:
+            g = tl.load(grad + (line + at) * R + rr[None, :], mask=ok, other=0.0)
+            other = _tile(second, rm, rr, ok, stride_m, stride_r).to(COMPUTE).to(tl.float32)
+            sum_1 += tl.sum(g * other, 1)
+        if out_2 is not None:
+            g = tl.load(grad + (line + rr[None, :]) * R + at, mask=ok, other=0.0)
+            other = _tile(first, rm, rr, ok, stride_m, stride_r).to(COMPUTE).to(tl.float32)
+            sum_2 += tl.sum(g * other, 1)
+    if out_1 is not None:
+        tl.store(out_1 + place, sum_1.to(out_1.dtype.element_ty), mask=rm < M)
+    if out_2 is not None:
+        tl.store(out_2 + place, sum_2.to(out_2.dtype.element_ty), mask=rm < M)
+
+
+@prepared
+def row_products_grads(
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    out_1: Tensor | None,
+    out_2: Tensor | None,
+    *,
+    plan: Plan,
+    policy: Policy,
+) -> Launch:
+    """The gradients of ``row_products``' operands from ``grad`` (n, r * r), fp32 and contiguous.
+
+    The outputs lie as ``first`` and ``second`` do, are rounded once, and may be None.
+
+    Raises:
+        KernelBuildError: the kernel doesn't compile for this device and plan.
+    """
+    m, rank = first.shape
+    options = {
+        "COMPUTE": _TL_DTYPE[policy.compute],
+        "BLOCK_M": plan.block_m,
+        "BLOCK_R": plan.block_n,
+        "num_warps": plan.num_warps,
+    }
+    grid = (triton.cdiv(m, plan.block_m), rank)
+    args = (grad, first, second, out_1, out_2)
+    return _row_products_grads.prepare(grid, args, options, (m, rank, *first.stride()))
