@@ -1,0 +1,379 @@
+"""LoKr: rows of x or of an intermediate mixed by w1, token by token, and w1's gradient."""
+
+# No annotations import from __future__: TileLang evaluates a prim_func's annotations in its scope.
+from typing import Any
+
+import torch
+
+from lycoris.kernels.launch import Launch, prepared
+from lycoris.kernels.plan import Plan, power_of_2
+from lycoris.kernels.precision import Policy
+
+from .common import NAMES, build
+from .lokr_common import Half, Scale, factor_of, is_exact, operand, product_of, stored, threads_of
+
+
+def mixer_params(w: torch.Tensor, w_b: Half, policy: Policy) -> tuple[Any, ...]:
+    """What of W (q, p) a kernel depends on: its sizes, rank, tile of the rank, layout and dtype.
+
+    On a CPU every size is symbolic and no layout is transposed; see :func:`operand`.
+    """
+    rank = 0 if w_b is None else w.shape[1]
+    sizes: tuple[Any, ...] = (w.shape[0], w.shape[1] if w_b is None else w_b.shape[1], rank)
+    if not w.is_cuda:
+        sizes = (None, None, None if rank else 0)
+    flipped = w.is_cuda and not w.is_contiguous()
+    block = min(64, max(16, power_of_2(rank))) if w.is_cuda else 16
+    return sizes, block, flipped, stored(w, policy.compute)
+
+
+def mixer_tensors(w: torch.Tensor, w_b: Half, compute: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """W, or its pair, as kernels take it: two tensors, by rows."""
+    pair = (w, w if w_b is None else w_b)
+    return tuple(operand(t if t.is_contiguous() or not t.is_cuda else t.t(), compute) for t in pair)
+
+
+def mixer_types(T: Any, params: tuple[Any, ...], index: str) -> tuple[Any, ...]:
+    """Q, P and the rank of W, and the types of its two tensors."""
+    sizes, _, flipped, dtype = params
+    q, p, rank = (
+        T.dynamic(name, index) if size is None else size
+        for name, size in zip(("q", "p", "r"), sizes, strict=True)
+    )
+    low = sizes[2] != 0
+    shapes = ((q, rank), (rank, p)) if low else ((q, p), (q, p))
+    types = (T.Tensor(s[::-1] if flipped else s, NAMES[dtype]) for s in shapes)
+    return q, p, rank, *types
+
+
+def mixer_of(
+    T: Any, params: tuple[Any, ...], compute: str | None, exact: bool, m: int, n: int
+) -> Any:
+    """A macro that fills a shared tile with W[row % q, column % p] where row // q == column // p.
+
+    ``rows`` and ``columns`` say how many of them there are; the rest is 0. Row 0 of the tile is
+    ``row``, column 0 is ``column``.
+    """
+    sizes, block, flipped, _ = params
+    low = sizes[2] != 0
+    product = product_of(T, exact)
+
+    @T.macro
+    def mixer(
+        w: Any, w_b: Any, tile: Any, q: Any, p: Any, rank: Any,
+        row: Any, rows: Any, column: Any, columns: Any,
+    ) -> None:  # fmt: skip
+        if low:
+            left = T.alloc_shared((m, block), compute)
+            right = T.alloc_shared((block, n), compute)
+            part = T.alloc_fragment((m, n), "float32")
+            total = T.alloc_fragment((m, n), "float32")
+            T.clear(total)
+            for step in T.serial(T.ceildiv(rank, block)):
+                for i, k in T.Parallel(m, block):
+                    left[i, k] = T.if_then_else(
+                        step * block + k < rank,
+                        T.cast(
+                            w[step * block + k, (row + i) % q]
+                            if flipped
+                            else w[(row + i) % q, step * block + k],
+                            compute,
+                        ),
+                        T.cast(0, compute),
+                    )
+                for k, j in T.Parallel(block, n):
+                    right[k, j] = T.if_then_else(
+                        step * block + k < rank,
+                        T.cast(
+                            w_b[(column + j) % p, step * block + k]
+                            if flipped
+                            else w_b[step * block + k, (column + j) % p],
+                            compute,
+                        ),
+                        T.cast(0, compute),
+                    )
+                T.clear(part)
+                product(part, left, right, m, n, block, False, False)
+                for i, j in T.Parallel(m, n):
+                    total[i, j] += part[i, j]
+            for i, j in T.Parallel(m, n):
+                tile[i, j] = T.if_then_else(
+                    T.And(
+                        T.And(row + i < rows, column + j < columns),
+                        (row + i) // q == (column + j) // p,
+                    ),
+                    T.cast(total[i, j], compute),
+                    T.cast(0, compute),
+                )
+        else:
+            for i, j in T.Parallel(m, n):
+                tile[i, j] = T.if_then_else(
+                    T.And(
+                        T.And(row + i < rows, column + j < columns),
+                        (row + i) // q == (column + j) // p,
+                    ),
+                    T.cast(
+                        w[(column + j) % p, (row + i) % q]
+                        if flipped
+                        else w[(row + i) % q, (column + j) % p],
+                        compute,
+                    ),
+                    T.cast(0, compute),
+                )
+
+    return mixer
+
+
+@prepared
+def mix(
+    value: torch.Tensor,
+    w: torch.Tensor,
+    w_b: Half,
+    base: torch.Tensor | None,
+    scale: Scale,
+    out: torch.Tensor,
+    *,
+    plan: Plan,
+    policy: Policy,
+) -> Launch:
+    """out (T * q, n) = [base +] scale * W (q, p) @ value (T * p, n), token by token.
+
+    W is ``w`` where ``w_b`` is None, else ``w @ w_b``, rounded to ``policy.compute``; both may be
+    transposed. ``value``, ``base`` and ``out`` are contiguous. M and N of ``plan`` are rows and
+    columns of ``out``, K rows of ``value``.
+
+    Raises:
+        KernelBuildError: the kernel can't be built.
+    """
+    on_cpu, compute = not out.is_cuda, policy.compute
+    dtypes = (
+        stored(value, compute),
+        None if base is None else stored(base, torch.float32),
+        out.dtype,
+        compute,
+    )
+    kernel = build(
+        mix_kernel,
+        (
+            mixer_params(w, w_b, policy),
+            None if on_cpu else out.shape[1],
+            (plan.block_m, plan.block_n, plan.block_k),
+            dtypes,
+            isinstance(scale, torch.Tensor),
+            is_exact(policy, on_cpu),
+            threads_of(plan, on_cpu, (plan.block_m, plan.block_n), (plan.block_m, plan.block_k)),
+            "int64" if on_cpu else "int32",
+        ),
+        out.device,
+    )
+
+    def launch(
+        value: torch.Tensor,
+        w: torch.Tensor,
+        w_b: Half,
+        base: torch.Tensor | None,
+        scale: Scale,
+        out: torch.Tensor,
+    ) -> None:
+        added = out if base is None else operand(base, torch.float32)
+        pair = mixer_tensors(w, w_b, compute)
+        kernel(operand(value, compute), *pair, added, factor_of(scale), out)
+
+    return launch
+
+
+def mix_kernel(
+    params: tuple[Any, ...],
+    n: int | None,
+    blocks: tuple[int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype, torch.dtype],
+    scale_by_tensor: bool,
+    exact: bool,
+    threads: int,
+    index: str,
+) -> Any:
+    """The prim_func behind :func:`mix`; the numbers of rows stay symbolic.
+
+    Tokens stand on the diagonal: a tile of W holds W[q, p] where row and column are of one token.
+    """
+    import tilelang.language as T  # takes seconds: not before a kernel is built
+
+    N = T.dynamic("n", index) if n is None else n
+    ROWS, INNER = T.dynamic("rows", index), T.dynamic("inner", index)
+    Q, P, R, w_type, w_b_type = mixer_types(T, params, index)
+    block_m, block_n, block_k = blocks
+    value_dtype, base_dtype, out_dtype, compute = (
+        None if dtype is None else NAMES[dtype] for dtype in dtypes
+    )
+    mixer = mixer_of(T, params, compute, exact, block_m, block_k)
+    product = product_of(T, exact)
+    value_type = T.Tensor((INNER, N), value_dtype)
+    base_type = T.Tensor((ROWS, N), base_dtype or out_dtype)
+    scale_type = T.Tensor((1,), "float32") if scale_by_tensor else T.float32
+    out_type = T.Tensor((ROWS, N), out_dtype)
+
+    @T.macro
+    def body(value: Any, w: Any, w_b: Any, base: Any, scale: Any, out: Any) -> None:
+        with T.Kernel(T.ceildiv(N, block_n), T.ceildiv(ROWS, block_m), threads=threads) as (bx, by):
+            tile = T.alloc_shared((block_m, block_k), compute)
+            inner = T.alloc_shared((block_k, block_n), compute)
+            part = T.alloc_fragment((block_m, block_n), "float32")
+            total = T.alloc_fragment((block_m, block_n), "float32")
+            staged = T.alloc_shared((block_m, block_n), "float32")
+            token = by * block_m // Q
+            row = by * block_m - token * Q
+            rows = T.min(row + block_m, ROWS - token * Q)
+            columns = ((rows - 1) // Q + 1) * P
+            T.clear(total)
+            for step in T.serial(T.ceildiv(columns, block_k)):
+                T.copy(value[token * P + step * block_k, bx * block_n], inner)
+                mixer(w, w_b, tile, Q, P, R, row, rows, step * block_k, columns)
+                T.clear(part)
+                product(part, tile, inner, block_m, block_n, block_k, False, False)
+                for i, j in T.Parallel(block_m, block_n):
+                    total[i, j] += part[i, j]
+            T.copy(total, staged)
+            for i, j in T.Parallel(block_m, block_n):
+                at = by * block_m + i
+                column = bx * block_n + j
+                if at < ROWS and column < N:
+                    result = staged[i, j] * (scale[0] if scale_by_tensor else scale)
+                    if base_dtype is not None:
+                        result += T.cast(base[at, column], "float32")
+                    out[at, column] = result
+
+    @T.prim_func
+    def mix(
+        value: value_type,  # type: ignore[valid-type]
+        w: w_type,  # type: ignore[valid-type]
+        w_b: w_b_type,  # type: ignore[valid-type]
+        base: base_type,  # type: ignore[valid-type]
+        scale: scale_type,  # type: ignore[valid-type]
+        out: out_type,  # type: ignore[valid-type]
+    ) -> None:
+        body(value, w, w_b, base, scale, out)
+
+    return mix
+
+
+@prepared
+def mix_grad(
+    grad: torch.Tensor,
+    value: torch.Tensor,
+    scale: Scale,
+    parts: torch.Tensor,
+    *,
+    plan: Plan,
+    policy: Policy,
+) -> Launch:
+    """parts (splits, q, p): fp32 sums of scale * grad (T * q, n) @ value (T * p, n)^T.
+
+    Each split sums a contiguous share of the tokens. M and N of ``plan`` are q and p; K runs over
+    the tokens and n.
+
+    Raises:
+        KernelBuildError: the kernel can't be built.
+    """
+    on_cpu, compute = not grad.is_cuda, policy.compute
+    kernel = build(
+        mix_grad_kernel,
+        (
+            (None, None, None) if on_cpu else (*parts.shape[1:], grad.shape[1]),
+            (plan.block_m, plan.block_n, plan.block_k),
+            (stored(grad, compute), stored(value, compute), compute),
+            isinstance(scale, torch.Tensor),
+            is_exact(policy, on_cpu),
+            threads_of(plan, on_cpu, (plan.block_m, plan.block_n)),
+            "int64" if on_cpu else "int32",
+        ),
+        grad.device,
+    )
+
+    def launch(grad: torch.Tensor, value: torch.Tensor, scale: Scale, parts: torch.Tensor) -> None:
+        kernel(operand(grad, compute), operand(value, compute), factor_of(scale), parts)
+
+    return launch
+
+
+def mix_grad_kernel(
+    sizes: tuple[int | None, int | None, int | None],
+    blocks: tuple[int, int, int],
+    dtypes: tuple[torch.dtype, ...],
+    scale_by_tensor: bool,
+    exact: bool,
+    threads: int,
+    index: str,
+) -> Any:
+    """The prim_func behind :func:`mix_grad`; the numbers of tokens and splits stay symbolic."""
+    import tilelang.language as T
+
+    Q, P, N = (
+        T.dynamic(name, index) if size is None else size
+        for name, size in zip(("q", "p", "n"), sizes, strict=True)
+    )
+    ROWS, INNER, SPLITS = (T.dynamic(name, index) for name in ("rows", "inner", "splits"))
+    block_m, block_n, block_k = blocks
+    grad_dtype, value_dtype, compute = (NAMES[dtype] for dtype in dtypes)
+    product = product_of(T, exact)
+    grad_type = T.Tensor((ROWS, N), grad_dtype)
+    value_type = T.Tensor((INNER, N), value_dtype)
+    scale_type = T.Tensor((1,), "float32") if scale_by_tensor else T.float32
+    parts_type = T.Tensor((SPLITS, Q, P), "float32")
+
+    @T.macro
+    def body(grad: Any, value: Any, scale: Any, parts: Any) -> None:
+        grid = T.ceildiv(P, block_n), T.ceildiv(Q, block_m), SPLITS
+        with T.Kernel(*grid, threads=threads) as (bx, by, bz):
+            left = T.alloc_shared((block_m, block_k), compute)
+            right = T.alloc_shared((block_k, block_n), compute)
+            part = T.alloc_fragment((block_m, block_n), "float32")
+            total = T.alloc_fragment((block_m, block_n), "float32")
+            share = T.ceildiv(ROWS // Q, SPLITS)
+            token = bz * share
+            length = T.max(T.min(share, ROWS // Q - token), 0) * N
+            T.clear(total)
+            for step in T.serial(T.ceildiv(length, block_k)):
+                for i, k in T.Parallel(block_m, block_k):
+                    left[i, k] = T.if_then_else(
+                        T.And(by * block_m + i < Q, step * block_k + k < length),
+                        T.cast(
+                            grad[
+                                (token + (step * block_k + k) // N) * Q + by * block_m + i,
+                                (step * block_k + k) % N,
+                            ],
+                            compute,
+                        ),
+                        T.cast(0, compute),
+                    )
+                for j, k in T.Parallel(block_n, block_k):
+                    right[k, j] = T.if_then_else(
+                        T.And(bx * block_n + j < P, step * block_k + k < length),
+                        T.cast(
+                            value[
+                                (token + (step * block_k + k) // N) * P + bx * block_n + j,
+                                (step * block_k + k) % N,
+                            ],
+                            compute,
+                        ),
+                        T.cast(0, compute),
+                    )
+                T.clear(part)
+                product(part, left, right, block_m, block_n, block_k, False, False)
+                for i, j in T.Parallel(block_m, block_n):
+                    total[i, j] += part[i, j]
+            for i, j in T.Parallel(block_m, block_n):
+                if by * block_m + i < Q and bx * block_n + j < P:
+                    parts[bz, by * block_m + i, bx * block_n + j] = total[i, j] * (
+                        scale[0] if scale_by_tensor else scale
+                    )
+
+    @T.prim_func
+    def mix_grad(
+        grad: grad_type,  # type: ignore[valid-type]
+        value: value_type,  # type: ignore[valid-type]
+        scale: scale_type,  # type: ignore[valid-type]
+        parts: parts_type,  # type: ignore[valid-type]
+    ) -> None:
+        body(grad, value, scale, parts)
+
+    return mix_grad
