@@ -1,0 +1,224 @@
+"""DoRA's weight with the delta of a LoRA, which is never stored.
+
+Source: Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import plan
+from ..plan import Plan
+from ..schedule import Schedule
+from ..shapes import Groups
+from ..spec import Attribute, Bound, Case, Cost, Operand, OpSpec, Round, Saved, Sizes, register
+from .dora import (
+    AXIS,
+    BY_IN,
+    DETACH,
+    flat,
+    group_of,
+    length_of,
+    lines,
+    lines_of,
+    rescaled,
+    set_magnitude,
+    weight_shapes,
+    wide,
+    width_of,
+)
+
+MULTIPLIER = Attribute("multiplier", "float", 1.0)
+
+
+def _formula(
+    t: SimpleNamespace,
+    scale: float | Tensor,
+    rnd: Round,
+    *,
+    axis: str,
+    multiplier: float,
+    detach_norm: bool,
+) -> Tensor:
+    delta = wide(scale * (t.up @ t.down))
+    merged = wide(t.weight) + delta.reshape(t.weight.shape)
+    return rescaled(merged, t.magnitude, multiplier, axis, detach_norm)
+
+
+def contraction(run: Schedule, columns: int, rank: int) -> Plan:
+    """Tiles of a kernel that contracts a tile of the weight's gradient with one of the factors."""
+    if not plan.multiprocessors(run.device):
+        return Plan(16, 64, 16, num_stages=1)
+    block_k = min(max(16, plan.power_of_2(rank)), 64)
+    return Plan(32, 64, block_k, 4, 2) if columns % 8 == 0 else Plan(32, 64, block_k, 8, 1)
+
+
+def _forward(
+    run: Schedule,
+    t: SimpleNamespace,
+    scale: float | Tensor,
+    out: Tensor,
+    saved: Any,
+    *,
+    axis: str,
+    multiplier: float,
+    detach_norm: bool,
+) -> None:
+    group, weight = group_of(t.weight, axis), t.weight.flatten(1)
+    tiles = lines(run, weight, group, t.up.shape[1])
+    factors = (t.up, t.down, scale)
+    args = (weight, t.magnitude, None, *factors, multiplier, saved.norm, flat(out))
+    run.launch("dora", "rescale", *args, group, tiles=tiles)
+
+
+def _backward(
+    run: Schedule,
+    grad: Tensor,
+    t: SimpleNamespace,
+    saved: Any,
+    scale: float | Tensor,
+    grads: SimpleNamespace,
+    *,
+    axis: str,
+    multiplier: float,
+    detach_norm: bool,
+) -> None:
+    group, weight, grad = group_of(t.weight, axis), t.weight.flatten(1), grad.flatten(1)
+    tiles = lines(run, weight, group, t.up.shape[1])
+    factors = (t.up, t.down, scale)
+    # The gradient of W + s up down, per line: made[0] * grad + made[1] * its unit vector.
+    made = run.empty((2, *saved.norm.shape), torch.float32)
+    args = (grad, weight, t.magnitude, None, *factors, multiplier, saved.norm)
+    results = (None, None, grads.magnitude, made)
+    run.launch("dora", "rescale_back", *args, *results, group, detach_norm, tiles=tiles)
+    gradient = (weight, grad, *factors, saved.norm, made)
+    contract(run, gradient, flat(grads.weight), grads.up, grads.down, group)
+
+
+def contract(
+    run: Schedule,
+    gradient: tuple[Any, ...],
+    grad_weight: Tensor | None,
+    grad_up: Tensor | None,
+    grad_down: Tensor | None,
+    group: int,
+) -> None:
+    """The gradient of W + s up down, contracted with the factors, never stored for them.
+
+    ``gradient``: weight, incoming gradient or None, up, down, s, norms, and the two factors a line
+    of :func:`_backward`. Where only the weight's gradient is wanted, it alone is made.
+    """
+    tiles = contraction(run, gradient[0].shape[1], gradient[2].shape[1])
+    if grad_up is not None or grad_weight is not None:
+        args = (*gradient, grad_weight, grad_up, group)
+        run.launch("dora_contract", "contract_rows", *args, tiles=tiles)
+    if grad_down is not None:
+        args = (*gradient, grad_down, group)
+        run.launch("dora_contract", "contract_columns", *args, tiles=tiles)
+
+
+def _shapes(present: frozenset[str], *, axis: str, **_: Any) -> Mapping[str, str]:
+    down = "r N+" if axis == "out" else "r D"
+    return {**weight_shapes(present, axis=axis), "up": "O r 1*", "down": down}
+
+
+def _derive(sizes: Groups, *, axis: str, **_: Any) -> Groups:
+    if "D" in sizes and sizes["D"][0] != sizes["I"][0] * math.prod(sizes["k"]):
+        shape = (sizes["I"][0], *sizes["k"])
+        raise ValueError(
+            f"dora_lora_weight: down has {sizes['D'][0]} columns; expected "
+            f"{math.prod(shape)}, weight's {shape}"
+        )
+    return lines_of(sizes, axis=axis)
+
+
+def _reductions(d: Mapping[str, int]) -> Mapping[str, int]:
+    length, width = length_of(d), width_of(d)
+    return {
+        "out": length + d["r"],
+        "weight": length + d["r"],
+        "magnitude": length + d["r"],
+        "up": length + width,
+        "down": length + d["O"],
+    }
+
+
+def _cost(d: Mapping[str, int], itemsize: int) -> Cost:
+    size = d["O"] * width_of(d)
+    factors = d["r"] * (d["O"] + width_of(d))
+    return Cost(itemsize * (5 * size + 3 * factors), size * (12 + 10 * d["r"]))
+
+
+def _adjust(values: dict[str, Tensor], case: Case) -> None:
+    weight = values["weight"]
+    if case.fill == "integers":
+        values["up"].zero_()
+        weight.copy_(torch.where(weight == 0, 1.0, weight))
+    delta = case.scale * (values["up"] @ values["down"]).reshape(weight.shape)
+    if case.fill == "cancellation":
+        weight.copy_(weight / 16 - delta)
+    set_magnitude(values, case, weight + delta, case.attributes.get("axis", "out") == "out")
+
+
+_OUT: Sizes = {"O": 48, "N": 64, "r": 4}
+
+_CASES = (
+    Case("plain", _OUT),
+    Case("by input", {"O": 64, "I": 48, "k": (), "r": 4, "D": 48}, attributes=BY_IN, mixes="few"),
+    Case("primes", {"O": 37, "N": 101, "r": 3}, mixes="few"),
+    Case(
+        "conv by input",
+        {"O": 24, "I": 10, "k": (3, 3), "r": 5, "D": 90},
+        attributes=BY_IN | {"multiplier": 0.625},
+        mixes="few",
+    ),
+    Case("rank 37", {"O": 40, "N": 64, "r": 37}, mixes="few"),
+    Case("detached", _OUT, attributes={"detach_norm": True}, mixes="few"),
+    Case("integers", _OUT, "integers", 2.0, exact=True, mixes="few"),
+    Case("one nonzero", _OUT, "one_hot", mixes="few"),
+    Case("cancellation", _OUT, "cancellation", mixes="few"),
+    Case("subnormal", _OUT, "subnormal", mixes="few"),
+    Case("near overflow", _OUT, "near_overflow", 0.0055, mixes="few"),
+    Case("zero up", _OUT, "zero_factor", mixes="few"),
+    Case("llm", {"O": 4096, "N": 4096, "r": 16}, device="cuda"),
+    Case(
+        "gpu ragged by input",
+        {"O": 1283, "I": 331, "k": (3, 3), "r": 13, "D": 2979},
+        attributes=BY_IN,
+        device="cuda",
+        mixes="few",
+    ),
+)
+
+DORA_LORA_WEIGHT = register(
+    OpSpec(
+        name="dora_lora_weight",
+        family="dora",
+        operands=(
+            Operand("weight", role="wide", side="data"),
+            Operand("up"),
+            Operand("down"),
+            Operand("magnitude", role="wide"),
+        ),
+        shapes=_shapes,
+        formula=_formula,
+        forward=_forward,
+        backward=_backward,
+        reductions=_reductions,
+        cost=_cost,
+        bound=Bound(half=8.0, fp32=10.0),
+        cases=_CASES,
+        saved=(Saved("norm", "L"),),
+        attributes=(AXIS, MULTIPLIER, DETACH),
+        positive=("O", "N", "I", "k", "r"),
+        derive=_derive,
+        adjust=_adjust,
+        doc="dora_weight with delta = scale * up @ down, which is never stored",
+    )
+)

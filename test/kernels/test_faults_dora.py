@@ -1,0 +1,142 @@
+"""The rule can fail for DoRA: each planted fault in a real launcher breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lycoris.kernels import testing
+
+Launch = Callable[..., None]
+BF16 = (torch.bfloat16, torch.bfloat16)
+FP32 = (torch.float32, torch.float32)
+
+
+def multiplier_dropped(launch: Launch) -> Launch:
+    def rescale(*args: Any, **kw: Any) -> None:
+        launch(*args[:6], 1.0, *args[7:], **kw)
+
+    return rescale
+
+
+def merged_in_bf16(launch: Launch) -> Launch:
+    """weight + delta rounded before the norm and the rescaling."""
+
+    def rescale(weight: Tensor, magnitude: Tensor, delta: Tensor, *args: Any, **kw: Any) -> None:
+        merged = (weight.float() + delta.float()).to(weight.dtype)
+        launch(merged, magnitude, torch.zeros_like(delta), *args, **kw)
+
+    return rescale
+
+
+def last_row_unwritten(launch: Launch) -> Launch:
+    def rescale(*args: Any, **kw: Any) -> None:
+        *front, norm, out, group = args
+        whole = torch.empty_like(out)
+        launch(*front, norm, whole, group, **kw)
+        out[:-1].copy_(whole[:-1])
+
+    return rescale
+
+
+def norms_kept_in_bf16(launch: Launch) -> Launch:
+    def rescale_back(*args: Any, **kw: Any) -> None:
+        launch(*args[:8], args[8].bfloat16().float(), *args[9:], **kw)
+
+    return rescale_back
+
+
+def last_columns_skipped(launch: Launch) -> Launch:
+    def contract_rows(
+        weight: Tensor, grad: Tensor, up: Tensor, down: Tensor, *args: Any, **kw: Any
+    ) -> None:
+        *middle, grad_weight, out, group = args
+        k = weight.shape[1] - 1
+        cut = [t[:, :k].clone() for t in (weight, grad)]
+        part = torch.empty_like(grad_weight[:, :k].clone())
+        launch(*cut, up, down[:, :k].clone(), *middle, part, out, group, **kw)
+        launch(weight, grad, up, down, *middle, grad_weight, torch.empty_like(out), group, **kw)
+
+    return contract_rows
+
+
+def gradient_in_bf16(launch: Launch) -> Launch:
+    def contract_columns(*args: Any, **kw: Any) -> None:
+        launch(*args[:6], args[6].bfloat16().float(), *args[7:], **kw)
+
+    return contract_columns
+
+
+def scale_dropped(launch: Launch) -> Launch:
+    def expand(*args: Any, **kw: Any) -> None:
+        launch(*args[:5], 1.0, args[6], **kw)
+
+    return expand
+
+
+def rounded_before_the_magnitude(launch: Launch) -> Launch:
+    """The layer's output is stored, and rescaled afterwards."""
+
+    def expand(*args: Any, **kw: Any) -> None:
+        base, hidden, up, magnitude, norm, scale, out = args
+        one = torch.ones_like(norm)
+        launch(base, hidden, up, one.to(magnitude.dtype), one, scale, out, **kw)
+        out.copy_(out.float() * (magnitude.float() / norm))
+
+    return expand
+
+
+def last_token_skipped(launch: Launch) -> Launch:
+    def reduce(grad: Tensor, *args: Any, **kw: Any) -> None:
+        *front, partial = args
+        launch(grad, *front, partial, **kw)
+        without = grad.clone()
+        without[-1] = 0
+        rest = [torch.empty_like(t) if t is not None else None for t in front[-2:]]
+        launch(without, *front[:-2], *rest, partial, **kw)
+
+    return reduce
+
+
+def norm_taken_for_constant(launch: Launch) -> Launch:
+    def finish(*args: Any, **kw: Any) -> None:
+        launch(*args, **kw)
+        args[-1].zero_()
+
+    return finish
+
+
+FAULTS = [
+    ("dora", multiplier_dropped, "dora_weight", "plain", BF16),
+    ("dora", multiplier_dropped, "dora_weight", "by input", FP32),
+    ("dora", merged_in_bf16, "dora_weight", "delta", BF16),
+    ("dora", last_row_unwritten, "dora_weight", "plain", FP32),
+    ("dora", norms_kept_in_bf16, "dora_weight", "plain", FP32),
+    ("dora_contract", last_columns_skipped, "dora_lora_weight", "plain", BF16),
+    ("dora_contract", gradient_in_bf16, "dora_lora_weight", "plain", FP32),
+    ("dora_apply", scale_dropped, "dora_apply", "plain", BF16),
+    ("dora_apply", rounded_before_the_magnitude, "dora_apply", "plain", BF16),
+    ("dora_apply", last_token_skipped, "dora_apply", "plain", FP32),
+    ("dora_apply", norm_taken_for_constant, "dora_apply", "plain", BF16),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "fault", "op", "name", "mix"),
+    [pytest.param(*f, id=f"{f[1].__name__}-{f[2]}-{testing.mix_name(f[4])}") for f in FAULTS],
+)
+def test_a_planted_fault_breaks_the_rule(
+    fused: str,
+    family: str,
+    fault: Callable[[Launch], Launch],
+    op: str,
+    name: str,
+    mix: tuple[torch.dtype, torch.dtype],
+    planted: Callable[..., None],
+) -> None:
+    launcher = fault(print).__name__  # a faulty launcher has the name of the one it stands for
+    planted(fused, family, launcher, fault, op, name, mix)
