@@ -14,5 +14,5 @@ setup(
     package_dir={"lycoris": "lycoris", "lycoris.backends": "backends"},
     # True, the default, would copy what MANIFEST.in grafts: the shim, over backends/__init__.py.
     include_package_data=False,
-    package_data={"lycoris": ["py.typed"], "lycoris.backends": ["**/*.h"]},
+    package_data={"lycoris": ["py.typed", "bench/*.j2"], "lycoris.backends": ["**/*.h"]},
 )

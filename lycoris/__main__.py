@@ -1,6 +1,8 @@
-"""``python -m lycoris``: what is installed, what the ops are, which backend runs and why, parity.
+"""``python -m lycoris``: what is installed, what the ops are, which backend runs and why, parity,
+comparisons and reports of results.
 
-Exit status: 0 done; 1 a parity failure, or no backend can serve the call explained; 2 usage.
+Exit status: 0 done; 1 a parity failure, a regression, or no backend can serve the call explained;
+2 usage.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .bench.cli import add_commands
 from .functional import OPS  # importing it registers every op
 from .kernels import config, explain, registry, report, testing
 from .kernels.call import resolve_policy
@@ -302,6 +305,7 @@ def _parser() -> argparse.ArgumentParser:
     parity.add_argument("--json", metavar="FILE", help="write every row here")
     for command in (why, parity):
         command.add_argument("--device", choices=("cpu", "cuda"), help="default a GPU, if any")
+    add_commands(commands)
     return parser
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +17,6 @@ from lycoris.__main__ import _parser
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-COMPARE = ROOT / ".github" / "compare_parity.py"
 each_workflow = pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 
 
@@ -110,45 +106,3 @@ def test_versions_are_those_of_the_dev_extra(workflow: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pins = re.findall(r"'(\w+==[\w.]+)'", workflow.read_text())
     assert set(pins) <= set(project["optional-dependencies"]["dev"])
-
-
-# --- compare_parity.py --------------------------------------------------------------------------
-
-
-def row(backend: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "op": "lora_apply", "backend": backend, "case": "plain", "dtypes": "bf16", "tensor": "out",
-        "ulp": 1.5, "model_ulp": 1.25, "eager_ulp": 3.0, "bound": 24.0, "why": "",
-    } | changes  # fmt: skip
-
-
-def compared(folder: Path, *files: list[dict[str, Any]] | None) -> tuple[int, str]:
-    paths = [folder / "parity-triton.json", folder / "parity-tilelang.json"]
-    for path, rows in zip(paths, files, strict=True):
-        if rows is not None:
-            path.write_text(json.dumps(rows))
-    command = [sys.executable, "-S", str(COMPARE), *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert not done.stderr
-    return done.returncode, done.stdout
-
-
-def test_two_passing_files(tmp_path: Path) -> None:
-    status, text = compared(tmp_path, [row("triton")], [row("tilelang", ulp=None, eager_ulp=None)])
-    assert status == 0
-    assert "| lora_apply | bf16 | 1 | 1.5 | - | 1.25 | 3 | 24 | none |" in text.splitlines()
-
-
-def test_what_fails_or_is_missing_is_named(tmp_path: Path) -> None:
-    left = [row("triton", why="ulp 30 > 24 (bound)"), row("triton", tensor="grad x")]
-    status, text = compared(tmp_path, left, [row("tilelang")])
-    assert status == 1
-    assert "- triton: lora_apply, bf16, plain, out: ulp 30 > 24 (bound)" in text
-    assert "- tilelang: lora_apply, bf16, plain, grad x: no such row" in text
-    assert "| 2 |" in text.splitlines()[6]
-
-
-def test_a_job_without_a_file(tmp_path: Path) -> None:
-    status, text = compared(tmp_path, None, [row("tilelang")])
-    assert status == 1
-    assert "- triton: lora_apply, bf16, plain, out: no such row" in text

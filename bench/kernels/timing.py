@@ -1,68 +1,151 @@
-"""Device time of an op's forward and backward pass, a fused backend against the unfused run."""
+"""Device time, host time, wall time and peak memory of an op, variants side by side.
+
+A variant is one way to do the same work: a backend, or a baseline. Variants take turns, so that
+clocks and heat meet all of them alike, and every number comes with its spread.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from statistics import median
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lycoris.functional import OPS
-from lycoris.kernels.inputs import draw
+from lycoris.kernels.call import resolve_policy
+from lycoris.kernels.formula import Formula
+from lycoris.kernels.inputs import Inputs, draw
 from lycoris.kernels.report import Mix
 from lycoris.kernels.spec import Case, OpSpec
 
 REPEATS = 25
+HOST_BATCHES, HOST_CALLS, WARM_UP = 5, 40, 20
 Call = Callable[[], object]
+Forward = Callable[[list[Tensor | None]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Microseconds a call: every sample, their median and quartiles, and how they were taken."""
+
+    samples: tuple[float, ...]
+    how: str = ""
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return median(self.samples)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """A quarter of the samples lies below the first, a quarter above the second."""
+        low, _, high = quantiles(self.samples, n=4, method="inclusive")
+        return low, high
+
+
+# ------------------------------------------------------------------------------ variants
+
+
+def on_backend(spec: OpSpec, case: Case, scale: float, backend: str) -> Forward:
+    """The op on a backend, as a user calls it."""
+    attributes = tuple(spec.named(case.attributes).values())
+    op = OPS[spec.name]
+    return lambda leaves: op(leaves, scale, attributes=attributes, backend=backend)
+
+
+def compiled(spec: OpSpec, case: Case, inputs: Inputs) -> Forward:
+    """The op's formula in plain PyTorch under ``torch.compile``."""
+    attributes = spec.named(case.attributes)
+    binding = spec.bind(inputs.operands, attributes)
+    device = next(t.device for t in inputs.operands if t is not None)
+    policy = resolve_policy(spec, inputs.operands, device, None, None)
+    formula = Formula(spec, binding, policy, attributes)
+    torch._dynamo.reset()  # or the formulas of earlier ops would use up its recompile limit
+    run = torch.compile(formula.output, dynamic=False)
+    return lambda leaves: run(leaves, inputs.scale)
+
+
+def prepare(spec: OpSpec, inputs: Inputs, forward: Forward, backward: bool) -> Call:
+    """One call on operands of its own: forward, or forward and all gradients."""
+    leaves = [
+        None if t is None else t.clone().requires_grad_(o.differentiable)
+        for o, t in zip(spec.operands, inputs.operands, strict=True)
+    ]
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    grad = inputs.grad.clone()
+
+    def call() -> tuple[Tensor, ...]:
+        out = forward(leaves)
+        return torch.autograd.grad(out, wanted, grad) if backward and wanted else (out,)
+
+    return call
+
+
+def rotations(inputs: Inputs) -> int:
+    """How many copies of the operands exceed the L2 cache four times."""
+    tensors = [*(t for t in inputs.operands if t is not None), inputs.grad]
+    size = sum(t.numel() * t.element_size() for t in tensors)
+    cache = torch.cuda.get_device_properties(inputs.grad.device).L2_cache_size
+    return min(64, max(4, math.ceil(4 * cache / max(size, 1))))
+
+
+# --------------------------------------------------------------------------- device time
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Several calls on operands of their own, so that none finds its operands in the L2 cache.
+
+    They replay as one CUDA graph; where one can't be captured they run as a loop, launch gaps
+    included (``how`` is then ``events``).
+    """
+
+    run: Call
+    how: str
+    count: int
+
+
+def race(variants: Mapping[str, Recorded]) -> dict[str, Span]:
+    """Device time of a call of each variant."""
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(REPEATS):
+        for name, variant in variants.items():
+            samples[name].append(elapsed(variant.run) / variant.count)
+    return {name: Span(tuple(samples[name]), v.how) for name, v in variants.items()}
 
 
 def compare(
     spec: OpSpec, backend: str, case: Case, mix: Mix, device: torch.device
 ) -> dict[str, Any]:
-    """``time_us`` and ``eager_us`` of one call, their ratio, and how they were timed.
-
-    Calls rotate over copies of the operands that exceed the L2 cache four times, so that none
-    finds its operands there. The two runs alternate, so that clocks and heat meet both alike.
-    """
+    """``time_us`` and ``eager_us`` of one call with its gradients, and how they were timed."""
     inputs = draw(spec, case, mix, device)
-    tensors = [*(t for t in inputs.operands if t is not None), inputs.grad]
-    size = sum(t.numel() * t.element_size() for t in tensors)
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    count = min(64, max(4, math.ceil(4 * cache / max(size, 1))))
-    attributes = tuple(spec.named(case.attributes).values())
-
-    def calls(name: str) -> list[Call]:
-        def prepare() -> Call:
-            leaves = [
-                None if t is None else t.clone().requires_grad_(o.differentiable)
-                for o, t in zip(spec.operands, inputs.operands, strict=True)
-            ]
-            wanted = [t for t in leaves if t is not None and t.requires_grad]
-            grad = inputs.grad.clone()
-
-            def call() -> tuple[Tensor, ...]:
-                out = OPS[spec.name](leaves, inputs.scale, attributes=attributes, backend=name)
-                return torch.autograd.grad(out, wanted, grad)
-
-            return call
-
-        return [prepare() for _ in range(count)]
-
-    (ours, ours_how), (eager, eager_how) = _record(calls(backend)), _record(calls("torch"))
-    spans: tuple[list[float], list[float]] = ([], [])
-    for _ in range(REPEATS):
-        for run, times in zip((ours, eager), spans, strict=True):
-            times.append(elapsed(run) / count)
-    time, baseline = map(median, spans)
-    how = ours_how if ours_how == eager_how else f"{ours_how}; eager: {eager_how}"
-    return {"time_us": time, "eager_us": baseline, "ratio": baseline / time, "timing": how}
+    forwards = {name: on_backend(spec, case, inputs.scale, name) for name in (backend, "torch")}
+    count = rotations(inputs)
+    spans = race(
+        {
+            name: record([prepare(spec, inputs, forward, True) for _ in range(count)])
+            for name, forward in forwards.items()
+        }
+    )
+    ours, eager = spans[backend], spans["torch"]
+    low, high = ours.quartiles
+    return {
+        "time_us": ours.median,
+        "time_low_us": low,
+        "time_high_us": high,
+        "eager_us": eager.median,
+        "ratio": eager.median / ours.median,
+        "timing": ours.how if ours.how == eager.how else f"{ours.how}; eager: {eager.how}",
+    }
 
 
-def _record(calls: Sequence[Call]) -> tuple[Call, str]:
-    """All calls as one CUDA graph; as a plain loop, launch gaps included, where one can't be."""
+def record(calls: Sequence[Call]) -> Recorded:
+    """Captures calls, after running some of them on a stream of their own."""
 
     def loop() -> None:
         for call in calls:
@@ -82,9 +165,9 @@ def _record(calls: Sequence[Call]) -> tuple[Call, str]:
     except RuntimeError:  # the chain synchronises, or a library refuses capture
         torch.cuda.synchronize()
         loop()
-        return loop, "events"
+        return Recorded(loop, "events", len(calls))
     graph.replay()
-    return graph.replay, "cuda graph"
+    return Recorded(graph.replay, "cuda graph", len(calls))
 
 
 def elapsed(run: Call) -> float:
@@ -95,3 +178,58 @@ def elapsed(run: Call) -> float:
     stop.record()
     stop.synchronize()
     return start.elapsed_time(stop) * 1000
+
+
+# ------------------------------------------------------------------ host time and memory
+
+
+def loop_times(calls: Mapping[str, Call]) -> dict[str, tuple[Span, Span]]:
+    """(host, wall) time of a call of each variant in a plain Python loop.
+
+    Host time ends when all calls are issued, wall time when the device has done them.
+    """
+    for call in calls.values():
+        for _ in range(WARM_UP):
+            call()
+    host: dict[str, list[float]] = {name: [] for name in calls}
+    wall: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(HOST_BATCHES):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                call()
+            issued = time.perf_counter()
+            torch.cuda.synchronize()
+            host[name].append((issued - start) / HOST_CALLS * 1e6)
+            wall[name].append((time.perf_counter() - start) / HOST_CALLS * 1e6)
+    return {name: (Span(tuple(host[name])), Span(tuple(wall[name]))) for name in calls}
+
+
+def peak(run: Call) -> int:
+    """Bytes at the peak of one call, above what was there before."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+# ------------------------------------------------------------------------ the device's own
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """Copy bandwidth (bytes read and written a second) and bf16 matrix rate (flop/s), measured."""
+    source = torch.empty(2**30, dtype=torch.uint8, device=device).random_(0, 255)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
+    copies, products = [], []
+    for _ in range(12):
+        copies.append(elapsed(lambda: target.copy_(source)))
+        products.append(elapsed(lambda: a @ b))
+    return {
+        "copy_bytes_per_s": 2 * source.numel() / median(copies) * 1e6,
+        "bf16_flop_per_s": 2 * 8192**3 / median(products) * 1e6,
+    }

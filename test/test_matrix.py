@@ -1,0 +1,329 @@
+"""bench/: the matrix's rows, what options leave of them, and a run of a few on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("pytest_benchmark")
+
+from lycoris.bench.records import load
+from lycoris.bench.report import html, markdown
+from lycoris.kernels import explain
+from lycoris.kernels.report import UsageError
+from lycoris.kernels.spec import SPECS, Case
+
+ROOT = Path(__file__).resolve().parents[1]
+MATRIX = [sys.executable, "-m", "pytest", "bench", "--benchmark-only", "--device", "cpu", "-q"]
+FP32 = (torch.float32, torch.float32)
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    """The matrix as a user starts it."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    return subprocess.run(
+        [*MATRIX, *argv],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    """The matrix's modules."""
+    before = list(sys.path)
+    sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench" / "kernels")]
+    names = ("clock", "rows", "layers", "shapes", "timing", "measure")
+    yield SimpleNamespace(**{name: import_module(name) for name in names})
+    sys.path[:] = before
+
+
+# ---------------------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("op", list(SPECS))
+def test_every_op_has_rows_and_each_is_a_call_it_takes(bench: Any, op: str) -> None:
+    spec = SPECS[op]
+    for sets in (("llm", "sdxl", "flux", "own"), ("small",)):
+        rows = bench.shapes.rows(spec, sets, bench.shapes.MIXES, False)
+        quick = bench.shapes.rows(spec, sets, bench.shapes.QUICK_MIXES, True)
+        assert quick
+        assert {(r.set, r.case.name) for r in quick} <= {(r.set, r.case.name) for r in rows}
+        assert len({(r.set, r.case.name, r.mix) for r in rows}) == len(rows)
+        for row in rows:
+            spec.bind(explain.blanks(spec, row.case, row.mix), row.case.attributes)
+            names = {o.name for o in spec.operands}
+            assert set(row.case.present) <= names
+
+
+def test_the_shapes_are_those_people_use(bench: Any) -> None:
+    layers = [y for name in ("llm", "sdxl", "flux") for y in bench.shapes.SETS[name]]
+    sizes = {(y.n_out, y.n_in) for y in layers if not y.image}
+    assert {(640, 640), (1280, 1280), (3072, 3072), (4096, 4096)} <= sizes
+    assert {(11008, 4096), (12288, 3072)} <= sizes
+    assert {(y.n_out, y.kernel) for y in layers if y.image} == {
+        (n, (3, 3)) for n in (320, 640, 1280)
+    }
+    assert {77, 1024, 4096, 16384} <= {y.tokens for y in layers}
+    assert {4, 16, 64, 128} <= {y.rank for y in layers}
+
+
+def test_rows_of_single_ops_are_told_apart(bench: Any) -> None:
+    assert bench.rows.SHAPES.keys() >= {"lora_apply", "lora_weight"}
+    for op in bench.rows.SHAPES.keys() & SPECS.keys():
+        rows = bench.shapes.rows(SPECS[op], ("own",), bench.shapes.MIXES, False)
+        assert len(rows) == len(bench.rows.SHAPES[op])
+        assert {r.set for r in rows} == {"own"}
+
+
+def test_an_op_nobody_listed_gets_its_rows(bench: Any) -> None:
+    known = SPECS["lora_weight"]
+    renamed = replace(known, name="new_weight")  # the usual symbols
+    (row,) = bench.shapes.rows(renamed, ("llm",), bench.shapes.QUICK_MIXES, True)
+    assert row.case.sizes == {"O": 4096, "r": 16, "N": (4096,)}
+
+    def shapes(present: frozenset[str]) -> dict[str, str]:
+        return {"up": "V r", "down": "r W", "mid": "V", "base": "V W", "out": "V W"}
+
+    cases = (
+        Case("tiny", {"V": 4, "W": 5, "r": 2}),
+        Case("large", {"V": 400, "W": 500, "r": 2}, device="cuda", mixes="few"),
+    )
+    foreign = replace(known, name="foreign", shapes=shapes, cases=cases)  # symbols of its own
+    for name, expected in (("small", ["tiny"]), ("llm", ["large"]), ("flux", [])):
+        found = bench.shapes.rows(foreign, (name,), (FP32,), False)
+        assert [r.case.name for r in found] == expected
+
+
+def test_a_mix_that_changes_nothing_is_no_row_of_its_own(bench: Any) -> None:
+    rows = bench.shapes.rows(SPECS["lora_weight"], ("small",), bench.shapes.MIXES, True)
+    plain = [r.mix for r in rows if not r.case.present and r.case.name == rows[0].case.name]
+    assert len(plain) == 3  # without a base the model's dtype is nobody's
+
+
+def test_layers_are_found_by_their_operands(bench: Any) -> None:
+    apply, weight = SPECS["lora_apply"], SPECS["lora_weight"]
+    case = bench.layers.layer_case(apply, Case("c", {"T": 5, "I": 6, "O": 7, "r": 2}))
+    assert case.present == ("base",)
+    assert bench.layers.layer_case(weight, Case("c", {"O": 7, "N": 6, "r": 2})) is None
+
+
+# --------------------------------------------------------------- measuring, with a fake GPU
+
+
+@pytest.fixture
+def timed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A matrix that times on the CPU what it times on a GPU."""
+    timing = bench.timing
+
+    def record(calls: Any) -> Any:
+        def loop() -> None:
+            for call in calls:
+                call()
+
+        loop()
+        return timing.Recorded(loop, "fake", len(calls))
+
+    def elapsed(call: Any) -> float:
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6
+
+    ceilings = {"copy_bytes_per_s": 4e12, "bf16_flop_per_s": 8e14}
+    for name, value in {
+        "record": record, "elapsed": elapsed, "REPEATS": 4,
+        "HOST_CALLS": 2, "HOST_BATCHES": 3, "WARM_UP": 1,
+        "rotations": lambda inputs: 2, "peak": lambda call: (call(), 7)[1],
+        "ceilings": lambda device: ceilings,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(timing, name, value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    matrix = bench.measure.Matrix(torch.device("cpu"), ["torch"], ["eager", "compile"])
+    matrix.timed = True
+    return matrix
+
+
+@pytest.mark.parametrize("op", list(SPECS))
+def test_a_row_has_every_column(bench: Any, timed: Any, op: str) -> None:
+    spec = SPECS[op]
+    row = bench.shapes.rows(spec, ("small",), (FP32,), True)[0]
+    directions = ("fwd", "fwd+bwd") if any(o.differentiable for o in spec.operands) else ("fwd",)
+    for direction in directions:
+        found = timed.measure(spec, row, "torch", direction)
+        assert found["pass"], found["why"]
+        for name in ("", "eager_", "compile_"):
+            assert found[f"{name}peak_bytes"] == 7
+            assert found[f"{name}host_us"] > 0
+            assert found[f"{name}wall_us"] > 0
+        assert 0 < found["time_low_us"] <= found["time_us"] <= found["time_high_us"]
+        assert found["ratio"] == found["eager_us"] / found["time_us"]
+        assert found["times_floor"] == found["time_us"] / found["floor_us"]
+        assert found["floor_us"] >= found["bytes"] / 4e12 * 1e6
+        assert len(found["samples_us"]) == 4
+        assert {p["tensor"] for p in found["parity"]} >= {"out"}
+
+
+@pytest.mark.parametrize("op", list(SPECS))
+def test_a_layer_has_what_its_adapter_adds(bench: Any, timed: Any, op: str) -> None:
+    spec = SPECS[op]
+    rows = bench.shapes.rows(spec, ("small",), (FP32,), True)
+    cases = [(row, bench.layers.layer_case(spec, row.case)) for row in rows]
+    for row, case in [(row, case) for row, case in cases if case][:1]:
+        found = timed.measure(spec, replace(row, case=case), "torch", "fwd+bwd", layer=True)
+        assert found["pass"], found["why"]
+        assert found["added_us"] == found["time_us"] - found["base_us"]
+        assert found["eager_us"] > 0
+        assert "times_floor" not in found  # the floor of the op is none of the layer's
+
+
+def test_a_row_that_fails_its_parity_has_no_speed(bench: Any, timed: Any) -> None:
+    spec = SPECS["lora_weight"]
+    row = bench.shapes.rows(spec, ("small",), bench.shapes.QUICK_MIXES, True)[0]
+    found = timed.measure(spec, row, "torch", "fwd")  # unfused bf16 rounds too often
+    assert not found["pass"]
+    assert found["why"]
+    assert found["time_us"] is None
+    assert not [k for k in found if k.startswith(("eager_", "host", "wall", "peak"))]
+
+
+def test_a_variant_that_breaks_loses_only_its_own_columns(
+    bench: Any, timed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> Any:
+        def forward(leaves: Any) -> Any:
+            raise RuntimeError("no memory")
+
+        return forward
+
+    monkeypatch.setattr(bench.timing, "compiled", broken)
+    spec = SPECS["lora_apply"]
+    row = bench.shapes.rows(spec, ("small",), (FP32,), True)[0]
+    found = timed.measure(spec, row, "torch", "fwd")
+    assert found["compile_error"] == "RuntimeError: no memory"
+    assert found["time_us"] > 0
+    assert found["eager_us"] > 0
+
+
+def test_the_clock_gives_back_the_samples(bench: Any) -> None:
+    clock = bench.clock.Clock()
+    clock.samples = [3.0, 1.0]
+    spans = []
+    for _ in range(3):
+        start = clock()
+        clock.tick()
+        spans.append(clock() - start)
+    assert spans == [3.0, 1.0, 0.0]
+
+
+# ----------------------------------------------------------------------------- as a command
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A few rows on a CPU. Unfused, fp32 meets the rule; in bf16 it rounds too often."""
+    file = tmp_path_factory.mktemp("matrix") / "results.json"
+    argv = ["--quick", "--op", "lora_weight", "--direction", "fwd+bwd"]
+    argv += ["--backend", "triton", "--backend", "torch", "--dtype", "fp32", "--dtype", "bf16"]
+    done = run(*argv, "--benchmark-json", str(file))
+    assert file.exists(), done.stdout + done.stderr
+    return done, json.loads(file.read_text()), file
+
+
+def test_a_run_on_a_cpu_is_simulated_and_has_accuracy_only(ran: Any) -> None:
+    done, data, _ = ran
+    assert done.returncode == 1, done.stdout
+    assert "CPU: kernels are simulated, no speed is claimed" in done.stdout
+    rows = [entry["extra_info"] for entry in data["benchmarks"]]
+    assert len(rows) == 8
+    assert {(r["backend"], r["dtypes"]): r["pass"] for r in rows} == {
+        ("triton", "fp32"): True,
+        ("triton", "bf16"): True,
+        ("torch", "fp32"): True,
+        ("torch", "bf16"): False,
+    }
+    for entry, row in zip(data["benchmarks"], rows, strict=True):
+        assert row["timing"] == "simulated"
+        assert row["time_us"] is None
+        assert entry["stats"] is None
+        tensors = {p["tensor"] for p in row["parity"]}
+        assert tensors == {"out", "grad up", "grad down"}
+        for column in ("ulp", "model_ulp", "floor_ulp", "eager_ulp", "bound", "pass"):
+            assert all(column in p for p in row["parity"])
+    assert data["machine_info"]["lycoris"]["environment"]["torch"] == torch.__version__
+
+
+def test_its_json_is_compared_and_reported(ran: Any) -> None:
+    results = load(ran[2])
+    assert results.backends == ["triton", "torch"]
+    text = html(results, "x")
+    assert "no speed is claimed" in text
+    assert 'class="chart"' not in text
+    assert markdown(results, "x").count("FAIL") == 2
+
+
+def test_options_cut_the_matrix() -> None:
+    done = run("--collect-only", "--op", "lora_apply", "--backend", "torch", "--quick")
+    assert done.returncode == 0, done.stdout + done.stderr
+    tests = [line for line in done.stdout.splitlines() if "::" in line]
+    row = "lora_apply-torch-bf16-T=2x16 I=64 O=96 r=4"
+    assert tests == [
+        f"bench/test_ops.py::test_op[{row}-fwd]",
+        f"bench/test_ops.py::test_op[{row}-fwd+bwd]",
+        f"bench/test_layers.py::test_layer[{row} +base-fwd+bwd]",
+    ]
+
+
+@pytest.fixture
+def plan(bench: Any) -> Any:
+    """What the options given come to."""
+    code = importlib.util.spec_from_file_location("matrix_conftest", ROOT / "bench/conftest.py")
+    module = importlib.util.module_from_spec(code)
+    code.loader.exec_module(module)
+
+    def make(**options: Any) -> Any:
+        given = {f"--{name}": value for name, value in options.items()}
+        return module.Plan(SimpleNamespace(getoption=lambda name: given.get(name)))
+
+    return make
+
+
+def test_options_come_to_a_plan(plan: Any) -> None:
+    default = plan(device="cpu")
+    assert default.sets == ("small",)
+    assert default.directions == ("fwd", "fwd+bwd")
+    assert default.baselines == ["eager", "compile"]
+    assert [spec.name for spec in default.ops] == list(SPECS)
+    assert {(torch.bfloat16, torch.bfloat16), FP32} <= set(default.mixes)
+    cut = plan(device="cpu", quick=True, shapes=["llm"], baseline=["none"], direction=["fwd"])
+    assert (cut.sets, cut.directions, cut.baselines) == (("llm",), ("fwd",), [])
+    assert cut.mixes == ((torch.bfloat16, torch.bfloat16),)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"op": ["nope"]}, "unknown op 'nope'; known: "),
+        ({"backend": ["nope"]}, "unknown backend 'nope'"),
+        ({"dtype": ["int8"]}, "unknown dtype 'int8'"),
+    ],
+)
+def test_what_is_unknown_is_a_usage_error(plan: Any, options: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan(device="cpu", **options)

@@ -1,0 +1,229 @@
+"""``python -m lycoris bench report``: a page that loads nothing and reads without JavaScript."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lycoris.__main__ import main
+from lycoris.bench.chart import Mark, chart
+from lycoris.bench.records import load_all
+from lycoris.bench.report import html, markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = [
+    ROOT / "bench" / "results" / f"2026-11-30-h200-lora-{name}.json"
+    for name in ("triton", "tilelang")
+]
+VOID = {"meta", "input", "link", "br", "img", "hr"}
+EVIL = "<script>alert(1)</script>\" onload='x' & | ${x}"
+
+
+class Page(HTMLParser):
+    """The elements of a page; fails where they are not nested."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.cells: list[list[str]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th"):
+            self.cells[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1][-1] += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return html(load_all(RECORD), "Results")
+
+
+def test_it_parses_and_the_table_is_there_without_javascript(page: str) -> None:
+    parsed = Page(page)
+    head, *rows = parsed.cells
+    assert head[:5] == ["op", "shape", "dtypes", "direction", "backend"]
+    results = load_all(RECORD)
+    assert len(rows) == len(results.rows)
+    assert {len(cells) for cells in rows} == {len(head)}
+    first = dict(zip(head, rows[0], strict=True))
+    assert first["time"] == "155.5"
+    assert first["x floor"] == "1.61"
+    assert first["bound"] == "24.0"
+    assert first["parity"] == "pass"
+    # What only scripts can serve is hidden until one runs.
+    (controls,) = [a for a in parsed.all("div") if a.get("class") == "controls"]
+    assert "hidden" in controls
+
+
+def test_it_loads_nothing(page: str) -> None:
+    parsed = Page(page)
+    for tag, attributes in parsed.found:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "form")
+        assert not {"src", "href", "srcset", "xlink:href", "action"} & attributes.keys()
+        assert not [name for name in attributes if name.startswith("on")]
+    assert not re.search(r"url\(|@import|https?:|fetch\(|XMLHttp|import\(", page)
+    policy = [a["content"] for a in parsed.all("meta") if "http-equiv" in a]
+    assert policy == ["default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"]
+
+
+def test_it_is_made_for_phones_and_both_schemes(page: str) -> None:
+    metas = {a.get("name"): a.get("content") for a in Page(page).all("meta")}
+    assert metas["viewport"] == "width=device-width, initial-scale=1"
+    assert metas["color-scheme"] == "light dark"
+    assert "prefers-color-scheme: dark" in page
+    assert "@media (max-width: 44rem)" in page
+    labels = [a["data-label"] for a in Page(page).all("td")]
+    assert "x floor" in labels  # rows become cards there, each value with its name
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_colours_have_contrast_in_both_schemes(page: str) -> None:
+    schemes = re.findall(r":root \{(.*?)\}", page, re.DOTALL)
+    assert len(schemes) == 2
+    for scheme in schemes:
+        colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", scheme))
+        paper = _luminance(colours["paper"])
+        for name, least in [
+            ("ink", 7),
+            ("soft", 4.5),
+            ("bad", 4.5),
+            *((f"c{i}", 3) for i in range(6)),
+        ]:
+            low, high = sorted((paper, _luminance(colours[name])))
+            assert (high + 0.05) / (low + 0.05) >= least, name
+
+
+def test_every_timed_op_has_its_chart(page: str) -> None:
+    parsed = Page(page)
+    charts = [a for a in parsed.all("svg") if a.get("class") == "chart"]
+    assert len(charts) == 2
+    for name in ("triton", "tilelang", "eager"):
+        assert f"</svg> {name}</span>" in page
+    assert "triton: 155.5 us, 1.61 times the floor of 96.8 us" in page
+
+
+def test_marks_stand_where_their_times_are() -> None:
+    text = chart({"a": [Mark("triton", 1.0, 10, 10), Mark("eager", 10.0, 100, 10)]})
+    places = re.findall(r'<svg x="([\d.]+)%"', text)
+    assert sorted(map(float, places)) == [3.0, 97.0]
+    below = chart({"a": [Mark("triton", 0.9, 9, 10)]})  # a floor that was beaten is not hidden
+    (place,) = re.findall(r'<svg x="([\d.]+)%"', below)
+    assert float(place) == 3.0
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """Results with a failed row, and names that would be markup."""
+    data = json.loads(RECORD[0].read_text())
+    data["rows"] = data["rows"][:2]
+    data["environment"]["name"] = EVIL
+    first, second = data["rows"]
+    first |= {"op": EVIL, "case": EVIL, "backend": EVIL}
+    second |= {"pass": False, "why": f"out: {EVIL}", "time_us": None}
+    second["parity"][0] |= {"pass": False, "why": EVIL, "ulp": None}
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(data))
+    return file
+
+
+def test_names_are_text_and_never_markup(hostile: Path) -> None:
+    results = load_all([hostile])
+    text = html(results, EVIL)
+    parsed = Page(text)
+    assert len(parsed.all("script")) == 1
+    assert not [a for _, a in parsed.found if "onload" in a]
+    assert EVIL in [cells[0] for cells in parsed.cells]
+    page = markdown(results, EVIL)
+    assert "<script" not in page
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
+    bars = {len(re.findall(r"(?<!\\)\|", line)) for line in lines}
+    assert len(bars) == 2  # the environment's table and the rows': no cell is split
+
+
+def test_a_failed_row_shows_no_speed_and_its_reason(hostile: Path) -> None:
+    parsed = Page(html(load_all([hostile]), "x"))
+    head, _, bad = parsed.cells
+    shown = dict(zip(head, bad, strict=True))
+    assert shown["parity"] == "FAIL"
+    assert shown["time"] == shown["speed-up"] == "-"
+    assert [a for a in parsed.all("tr") if a.get("class") == "failed"]
+    assert "1 failed their parity check" in markdown(load_all([hostile]), "x")
+
+
+def test_the_command_writes_both_formats(tmp_path: Path, capsys: Any) -> None:
+    names = [str(file) for file in RECORD]
+    target = tmp_path / "report.html"
+    assert main(["bench", "report", *names, "-o", str(target)]) == 0
+    assert target.read_text().startswith("<!doctype html>")
+    assert "rows in" in capsys.readouterr().out
+    assert main(["bench", "report", *names, "-o", str(tmp_path / "report.md")]) == 0
+    assert (tmp_path / "report.md").read_text().startswith("# lycoris-kernels on NVIDIA H200")
+    capsys.readouterr()
+    assert main(["bench", "report", *names, "--format", "markdown"]) == 0
+    assert "| lora_apply | 8192x4096x4096 r=16 | bf16 |" in capsys.readouterr().out
+    assert main(["bench", "report", *names, "-o", str(tmp_path / "no" / "r.html")]) == 2
+    assert main(["bench", "report", str(tmp_path / "gone.json")]) == 2
+
+
+def test_files_of_two_devices_make_no_page(hostile: Path, capsys: Any) -> None:
+    assert main(["bench", "report", str(hostile), str(RECORD[0])]) == 2
+    assert "results of different devices" in capsys.readouterr().err
+
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt install chromium")
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
+def test_in_headless_chromium(page: str, tmp_path: Path, width: int, scheme: str) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(page)
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1600"]
+    command += ["--blink-settings=preferredColorScheme=" + ("0" if scheme == "dark" else "1")]
+    picture = tmp_path / "page.png"
+    shot = [*command, f"--screenshot={picture}", file.as_uri()]
+    subprocess.run(shot, check=True, capture_output=True, timeout=120)
+    assert picture.stat().st_size > 20_000  # not blank
+    dumped = [*command, "--dump-dom", file.as_uri()]
+    dom = subprocess.run(dumped, check=True, capture_output=True, text=True, timeout=120).stdout
+    assert '<div class="controls">' in dom  # its script ran
+    assert (
+        f"{len(load_all(RECORD).rows)} of {len(load_all(RECORD).rows)} rows" in dom
+        or "<output" in dom
+    )
