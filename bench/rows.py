@@ -206,3 +206,18 @@ SHAPES |= {
         for n, c, h, a, r in [(4, 320, 64, 8, 0), (4, 1280, 32, 8, 0), (4, 1280, 32, 8, 16)]
     ],
 }  # fmt: skip
+
+_OFT = {"n": 128, "s": 32, "O": 4096}
+_BOFT = {"m": 6, "n": 512, "b": 8, "O": 4096}
+_SIX = {"n": 512, "s": 6, "O": 3072}
+for _op, _v, _blocks in [
+    ("oft_apply", {"T": 8192, "B": 1}, _OFT),
+    ("oft_apply", {"T": 8192, "B": 1}, _SIX),
+    ("oft_weight", {"N": 4096}, _OFT),
+    ("boft_apply", {"T": 8192, "B": 1}, _BOFT),
+    ("boft_weight", {"N": 4096}, _BOFT),
+]:
+    _name = " ".join(f"{k}={v}" for k, v in (_v | _blocks).items())
+    SHAPES.setdefault(_op, []).extend(
+        (Case(_name, _v | _blocks, scale=1.0), mix) for mix in [(B16, B16), (B16, F32), (F32, F32)]
+    )

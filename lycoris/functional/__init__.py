@@ -11,6 +11,7 @@ from .glora import glora_weight
 from .loha import loha_apply, loha_weight
 from .lokr import factorization, lokr_apply, lokr_weight
 from .lora import lora_apply, lora_weight
+from .rotate import boft_apply, boft_weight, oft_apply, oft_weight
 from .scale import add_scaled, ia3_scale, merge_
 from .table import OPS
 from .tlora import tlora_apply, tlora_weight
@@ -18,6 +19,8 @@ from .tlora import tlora_apply, tlora_weight
 __all__ = [
     "OPS",
     "add_scaled",
+    "boft_apply",
+    "boft_weight",
     "dora_apply",
     "dora_lora_weight",
     "dora_weight",
@@ -34,6 +37,8 @@ __all__ = [
     "lora_conv_apply",
     "lora_weight",
     "merge_",
+    "oft_apply",
+    "oft_weight",
     "tlora_apply",
     "tlora_weight",
 ]

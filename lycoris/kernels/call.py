@@ -241,7 +241,8 @@ class Call:
     def _formula_saved(self, operands: Operands, scale: Scale) -> tuple[Tensor, list[Tensor]]:
         # Backward differentiates the formula afresh and reads none of these.
         return self.formula.output(operands, scale), [
-            torch.empty(self._saved_shape(s.shape), device=self.device) for s in self.spec.saved
+            torch.empty(self._saved_shape(s.shape), dtype=s.dtype, device=self.device)
+            for s in self.spec.saved
         ]
 
     def _saved_shape(self, shape: str) -> tuple[int, ...]:
@@ -275,7 +276,7 @@ class Call:
         # Made in the caller's shape: a view made here could not be modified in place.
         out = run.empty(self.binding.out_shape, self.policy.output)
         flat = out.view(self.binding.flat["out"])
-        saved = [run.empty(self._saved_shape(s.shape), torch.float32) for s in self.spec.saved]
+        saved = [run.empty(self._saved_shape(s.shape), s.dtype) for s in self.spec.saved]
         keep = SimpleNamespace(**{s.name: t for s, t in zip(self.spec.saved, saved, strict=True)})
         with run.on_device():
             self.spec.forward(run, t, scale, flat, keep, **self.attributes)

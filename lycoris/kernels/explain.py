@@ -196,7 +196,7 @@ def launches(
     out = run.empty(binding.flat["out"], policy.output)
     saved = SimpleNamespace(
         **{
-            s.name: run.empty(tuple(binding.dims[x] for x, _ in parse(s.shape)), torch.float32)
+            s.name: run.empty(tuple(binding.dims[x] for x, _ in parse(s.shape)), s.dtype)
             for s in spec.saved
         }
     )

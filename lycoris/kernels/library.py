@@ -122,7 +122,7 @@ class LibraryOp:
         saved = [
             torch.empty(
                 [binding.dims[symbol] for symbol, _ in parse(s.shape)],
-                dtype=torch.float32,
+                dtype=s.dtype,
                 device=device,
             )
             for s in self.spec.saved

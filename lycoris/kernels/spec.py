@@ -57,10 +57,11 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """An fp32 tensor the forward pass keeps for the backward pass, by its shape symbols."""
+    """A tensor the forward pass keeps for the backward pass, by its shape symbols."""
 
     name: str
     shape: str
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)

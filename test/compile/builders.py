@@ -21,7 +21,12 @@ from lycoris.kernels.precision import Policy
 from lycoris.kernels.schedule import Schedule
 
 GPU = torch.device("cuda", 0)
-SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+SHORT = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
 MIXES = [
     (torch.bfloat16, torch.bfloat16),
     (torch.float16, torch.float32),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lycoris.functional import lora_apply, lora_weight
+from lycoris.functional import boft_apply, lora_apply, lora_weight, oft_apply
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 BF16 = torch.bfloat16
@@ -137,3 +137,49 @@ def test_host_microseconds(fused: str, record_property: Callable[[str, object], 
     record_property("host_us", spans)
     print({name: f"{us:.0f} us" for name, us in spans.items()})
     assert spans[fused] < 3 * spans["torch"]  # the record in bench/results has the figures
+
+
+@pytest.mark.parametrize("constraint", [None, 0.5])
+@pytest.mark.parametrize("op", [oft_apply, boft_apply])
+def test_rotations_are_captured_without_a_host_sync(
+    fused: str, op: Callable[..., Tensor], constraint: float | None
+) -> None:
+    y = torch.randn(300, 256, device="cuda").to(BF16).requires_grad_()
+    shape = (8, 32, 32) if op is oft_apply else (4, 32, 8, 8)
+    blocks = (torch.randn(shape, device="cuda") * 0.3).requires_grad_()
+    grad = torch.randn(300, 256, device="cuda")
+
+    def run() -> tuple[Tensor, ...]:
+        out = op(y, blocks, constraint=constraint, backend=fused)
+        return out, *torch.autograd.grad(out, (y, blocks), grad)
+
+    want = run()  # builds the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_butterflies_store_no_stage_inputs(fused: str) -> None:
+    tokens, n = 8192, 1024
+    y = torch.randn(tokens, n, device="cuda").to(BF16).requires_grad_()
+    blocks = (torch.randn(6, n // 8, 8, 8, device="cuda") * 0.3).to(BF16).requires_grad_()
+    grad = torch.randn(tokens, n, device="cuda").to(BF16)
+
+    def run() -> None:
+        torch.autograd.grad(boft_apply(y, blocks, backend=fused), (y, blocks), grad)
+
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    # The output, y's gradient, and the matrices and sums of 256-wide groups.
+    assert torch.cuda.max_memory_allocated() - before < 4 * y.numel() * y.element_size()

@@ -1,0 +1,305 @@
+"""Rotations: what streams, v + v M and v^T g; the solve is in :mod:`.cayley`.
+
+Activations (tokens, channels) and weights (channels, columns) go through the same kernels by
+strides: nothing is transposed in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lycoris.kernels.launch import Launch, prepared
+from lycoris.kernels.plan import Plan
+from lycoris.kernels.precision import Policy
+from lycoris.kernels.rotation import FLUSH, Pass
+
+from .cayley import eliminate
+from .common import kernel
+
+__all__ = ["eliminate", "gram", "rotate"]
+
+_TL_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+#: Below this length a TF32 triple misses the fp32 bound.
+_MIN_TRIPLE = 16
+
+
+@triton.jit
+def _channel(g, p, unit, stages, low):
+    """The channel of position p in group g of a pass whose stages are not the first."""
+    return ((((g // low) << stages) + p // unit) * low + g % low) * unit + p % unit
+
+
+@triton.jit
+def _channels(
+    which, z, pack, groups, width, unit, stages, low, EVEN: tl.constexpr, FIRST: tl.constexpr
+):  # fmt: skip
+    """The channels at positions z of a pack, and which of them exist."""
+    if FIRST:
+        channel = (which * pack * width + z).to(tl.int64)
+        if EVEN:
+            return channel, tl.full(z.shape, True, tl.int1)
+        else:
+            return channel, (z < pack * width) & (channel < groups * width)
+    else:
+        g = which * pack + z // width
+        ok = (z < pack * width) & (g < groups)
+        return _channel(g, z % width, unit, stages, low).to(tl.int64), ok
+
+
+@triton.jit
+def _tokens(tile, per, tokens, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    """The outer index of a tile of tokens, the tokens in it, and which of them exist."""
+    t = (tile % per).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if EVEN:
+        return tile // per, t, tl.full((BLOCK,), True, tl.int1)
+    else:
+        return tile // per, t, t < tokens
+
+
+@kernel
+def _rotate(
+    x, base, extra, rescale, parts, inverse, out,
+    tiles, per, tokens, stride_o, stride_t, stride_c,
+    unit, stages, low, width, pack, groups, packs,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_T: tl.constexpr, EVEN_C: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr,
+    DIFF: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """A tile of tokens by columns of one pack. ROWS: a token's channels are contiguous."""
+    COLUMNS: tl.constexpr = PADDED // BLOCK_N
+    pid = tl.program_id(0)
+    if ROWS:  # neighbours share the tokens, so that whole rows are read and written together
+        tile, column = pid // (packs * COLUMNS), pid % (packs * COLUMNS)
+    else:
+        tile, column = pid % tiles, pid // tiles
+    which = column // COLUMNS
+    outer, t, ok_t = _tokens(tile, per, tokens, BLOCK_T, EVEN_T)
+    start = outer.to(tl.int64) * stride_o + t[:, None] * stride_t
+    zn = column % COLUMNS * BLOCK_N + tl.arange(0, BLOCK_N)
+    n, ok_n = _channels(which, zn, pack, groups, width, unit, stages, low, EVEN_C, FIRST)
+    # M[k, n], or M[n, k].
+    m = parts + which.to(tl.int64) * PADDED * PADDED
+    step_n, step_k = (PADDED, 1) if TRANSPOSED else (1, PADDED)
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for k0 in tl.range(0, PADDED, BLOCK_K):
+        zk = k0 + tl.arange(0, BLOCK_K)
+        k, ok_k = _channels(which, zk, pack, groups, width, unit, stages, low, EVEN_C, FIRST)
+        inside = ok_t[:, None] & ok_k[None, :]
+        v = tl.load(x + start + k[None, :] * stride_c, mask=inside, other=0.0).to(COMPUTE)
+        for part in tl.static_range(PARTS):  # the least first
+            at = (PARTS - 1 - part) * tl.cast(packs, tl.int64) * PADDED * PADDED
+            factor = tl.load(m + at + zk[:, None] * step_k + zn[None, :] * step_n)
+            acc = tl.dot(v, factor, acc, input_precision=PRECISION)
+    if inverse is not None:
+        acc *= tl.load(inverse + which)
+    inside = ok_t[:, None] & ok_n[None, :]
+    at = start + n[None, :] * stride_c
+    factor = tl.full((BLOCK_N,), 1.0, tl.float32)
+    if rescale is not None:
+        factor = tl.load(rescale + n, mask=ok_n, other=0.0).to(tl.float32)
+    if extra is not None:
+        acc += factor[None, :] * tl.load(extra + at, mask=inside, other=0.0).to(tl.float32)
+    if base is not None:
+        own = tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
+        if rescale is None:
+            acc = tl.where(acc == 0.0, own, own + acc)  # keeps the sign of a zero
+        else:
+            acc += (factor - (1.0 if DIFF else 0.0))[None, :] * own
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def _layout(x: torch.Tensor, part: Pass) -> tuple[int, int, tuple[int, int, int], bool]:
+    """Outer size, tokens, and the strides of both and of channels of an (A, C, B) tensor."""
+    a, channels, b = x.shape
+    if b == 1:
+        return 1, a, (0, channels, 1), True
+    return a, b, (channels * b, 1, b), False
+
+
+def _precision(part: Pass, policy: Policy) -> str:
+    if policy.tf32:
+        return "tf32"
+    return "ieee" if part.width < _MIN_TRIPLE or torch.version.hip else "tf32x3"
+
+
+@prepared
+def rotate(
+    x: torch.Tensor,
+    base: torch.Tensor | None,
+    extra: torch.Tensor | None,
+    rescale: torch.Tensor | None,
+    parts: torch.Tensor,
+    inverse: torch.Tensor | None,
+    out: torch.Tensor,
+    part: Pass,
+    diff: bool,
+    transposed: bool,
+    *,
+    plan: Plan,
+    policy: Policy,
+) -> Launch:
+    """out = x M + rescale * extra + (rescale - diff) * base, on the middle axis.
+
+    ``x``, ``base``, ``extra`` and ``out`` are contiguous (A, C, B) tensors of any dtypes; x is cast
+    to that of ``parts``, which hold M as ``rotation_algebra.pack`` says, and ``inverse`` with them;
+    M^T where ``transposed``. Without ``rescale`` (C,), that is 1 and ``diff`` nothing. Sums are
+    fp32, and rounded once.
+
+    Raises:
+        KernelBuildError: the kernel doesn't compile for this device and plan.
+    """
+    outer, tokens, strides, rows = _layout(x, part)
+    per = triton.cdiv(tokens, plan.block_m)
+    tiles = outer * per
+    fixed = (
+        *(tiles, per, tokens, *strides),
+        *(part.unit, part.stages, part.low, part.width, part.pack, part.groups, part.packs),
+    )
+    options = {
+        "COMPUTE": _TL_DTYPE[parts.dtype],
+        "PRECISION": _precision(part, policy) if parts.dtype is torch.float32 else "tf32",
+        "PARTS": parts.shape[0],
+        "PADDED": part.padded,
+        "BLOCK_T": plan.block_m,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_K": plan.block_k,
+        "EVEN_T": tokens % plan.block_m == 0,
+        "EVEN_C": part.full,
+        "FIRST": part.low == 1,
+        "ROWS": rows,
+        "DIFF": diff,
+        "TRANSPOSED": transposed,
+        "num_warps": plan.num_warps,
+        "num_stages": plan.num_stages,
+    }
+    grid = (tiles * part.packs * (part.padded // plan.block_n),)
+    args = (x, base, extra, rescale, parts, inverse, out)
+    launch = _rotate.prepare(grid, args, options, fixed)
+    return lambda *args: launch(*args[:7])
+
+
+@kernel
+def _gram(
+    x, g, rescale, parts, inverse, out, total,
+    tiles, per, tokens, share, stride_o, stride_t, stride_c,
+    unit, stages, low, width, pack, groups, packs,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, FLUSH: tl.constexpr,
+    EVEN_T: tl.constexpr, EVEN_C: tl.constexpr, FIRST: tl.constexpr,
+    BASE: tl.constexpr, DIFF: tl.constexpr,
+):  # fmt: skip
+    """One tile of one share of one pack's x^T g, and its tokens' g M^T + base if asked for.
+
+    FLUSH: tiles of tokens between two additions to the second level; 0 has one level only.
+    """
+    COLUMNS: tl.constexpr = PADDED // BLOCK_N
+    pid = tl.program_id(0)
+    which = pid // (COLUMNS * COLUMNS)
+    zj = pid // COLUMNS % COLUMNS * BLOCK_N + tl.arange(0, BLOCK_N)
+    zc = pid % COLUMNS * BLOCK_N + tl.arange(0, BLOCK_N)
+    j, ok_j = _channels(which, zj, pack, groups, width, unit, stages, low, EVEN_C, FIRST)
+    c, ok_c = _channels(which, zc, pack, groups, width, unit, stages, low, EVEN_C, FIRST)
+    begin = tl.program_id(1) * share
+    part_sum = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
+    if FLUSH:
+        sum_ = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
+    if out is not None:
+        m = parts + which.to(tl.int64) * PADDED * PADDED
+        factor = tl.full((BLOCK_N,), 1.0, tl.float32)
+        if rescale is not None:
+            factor = tl.load(rescale + c, mask=ok_c, other=0.0).to(tl.float32)
+            factor -= 1.0 if DIFF else 0.0
+        power = 1.0
+        if inverse is not None:
+            power = tl.load(inverse + which)
+    for tile in tl.range(begin, tl.minimum(begin + share, tiles)):
+        outer, t, ok_t = _tokens(tile, per, tokens, BLOCK_T, EVEN_T)
+        start = outer.to(tl.int64) * stride_o + t * stride_t
+        left = start[None, :] + j[:, None] * stride_c
+        v = tl.load(x + left, mask=ok_j[:, None] & ok_t[None, :], other=0.0).to(COMPUTE)
+        at = start[:, None] + c[None, :] * stride_c
+        inside = ok_t[:, None] & ok_c[None, :]
+        grad = tl.load(g + at, mask=inside, other=0.0)
+        part_sum = tl.dot(v, grad.to(COMPUTE), part_sum, input_precision=PRECISION)
+        if out is not None:
+            acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+            for k in tl.static_range(PARTS):
+                step = (PARTS - 1 - k) * tl.cast(packs, tl.int64) * PADDED * PADDED
+                mt = tl.load(m + step + zj[None, :] * PADDED + zc[:, None])
+                acc = tl.dot(grad.to(COMPUTE), mt, acc, input_precision=PRECISION)
+            acc *= power
+            if BASE:
+                own = grad.to(tl.float32)
+                if rescale is None:
+                    acc = tl.where(acc == 0.0, own, own + acc)
+                else:
+                    acc += factor[None, :] * own
+            tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+        if FLUSH:
+            if (tile - begin + 1) % FLUSH == 0:
+                sum_ += part_sum
+                part_sum = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
+    if FLUSH:
+        part_sum += sum_
+    at = (tl.program_id(1) * packs + which).to(tl.int64) * PADDED * PADDED
+    tl.store(total + at + zj[:, None] * PADDED + zc[None, :], part_sum)
+
+
+@prepared
+def gram(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    rescale: torch.Tensor | None,
+    parts: torch.Tensor | None,
+    inverse: torch.Tensor | None,
+    out: torch.Tensor | None,
+    total: torch.Tensor,
+    part: Pass,
+    base: bool,
+    diff: bool,
+    compute: torch.dtype,
+    *,
+    plan: Plan,
+    policy: Policy,
+) -> Launch:
+    """total[share] = x^T g of every pack, each share over a part of the tokens.
+
+    ``x`` and ``g`` are contiguous (A, C, B) tensors, cast to ``compute``; ``total`` (splits, packs,
+    padded, padded) fp32. ``out`` like x, if given, takes g M^T + (rescale - diff) * g in the same
+    pass, without the second term unless ``base``; a pack is one tile then. Sums are in two levels
+    where there are more than FLUSH tokens.
+
+    Raises:
+        KernelBuildError: the kernel doesn't compile for this device and plan.
+    """
+    outer, tokens, strides, _ = _layout(x, part)
+    per = triton.cdiv(tokens, plan.block_k)
+    tiles = outer * per
+    share = triton.cdiv(tiles, plan.splits)
+    fixed = (
+        *(tiles, per, tokens, share, *strides),
+        *(part.unit, part.stages, part.low, part.width, part.pack, part.groups, part.packs),
+    )
+    fp32 = compute is torch.float32
+    options = {
+        "COMPUTE": _TL_DTYPE[compute],
+        "PRECISION": _precision(part, policy) if fp32 else "tf32",
+        "PARTS": 0 if parts is None else parts.shape[0],
+        "PADDED": part.padded,
+        "BLOCK_T": plan.block_k,
+        "BLOCK_N": plan.block_n,
+        "FLUSH": FLUSH // plan.block_k if share * plan.block_k > FLUSH else 0,
+        "EVEN_T": tokens % plan.block_k == 0,
+        "EVEN_C": part.full,
+        "FIRST": part.low == 1,
+        "BASE": base,
+        "DIFF": diff,
+        "num_warps": plan.num_warps,
+        "num_stages": plan.num_stages,
+    }
+    grid = (part.packs * (part.padded // plan.block_n) ** 2, plan.splits)
+    launch = _gram.prepare(grid, (x, g, rescale, parts, inverse, out, total), options, fixed)
+    return lambda *args: launch(*args[:7])

@@ -1,0 +1,152 @@
+"""How a rotation is laid out: which stages share a pass, which channels share a dense matrix.
+
+A block-diagonal rotation (OFT) is one pass whose groups of channels are its blocks. A butterfly
+(BOFT) of b-wide blocks mixes, in stages i .. i + L - 1, groups of b * 2^(L - 1) channels: the unit
+of b / 2 neighbours, and L bits of the unit's number. Each group's stages multiply to one dense
+matrix, of at most 256 columns; a longer butterfly takes several passes, as an FFT does. Several
+small groups lie side by side in one matrix, a pack, so that matrix instructions have work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from .plan import Plan, multiprocessors, power_of_2
+
+#: Columns of a dense matrix at most, and of an OFT block.
+WIDEST = 256
+#: Columns that a pack of small groups fills; in 16 bits its backward streams v and g once.
+FUSED = 64
+#: A Cayley solve on a GPU eliminates this many columns a launch.
+TILE = 32
+#: Tokens between two additions to the second level of v^T g.
+FLUSH = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Some stages of a rotation, done as one product with a dense matrix for each group.
+
+    Position p of group g is channel ``unit * (hi * 2^stages * low + y * low + g % low) + p % unit``
+    with y = p // unit and hi = g // low; for ``low`` = 1 that is g * width + p.
+
+    Attributes:
+        size: of a block.
+        butterfly: whether the blocks are a butterfly's.
+        first, stages: the stages done.
+        low: 2^first, the distance in units between the units of a group.
+        width: channels of a group.
+        groups: how many there are.
+        pack: groups in one matrix.
+    """
+
+    size: int
+    butterfly: bool
+    first: int
+    stages: int
+    low: int
+    width: int
+    groups: int
+    pack: int
+
+    @property
+    def unit(self) -> int:
+        """Neighbouring channels that no stage separates."""
+        return self.size // 2 if self.butterfly else self.size
+
+    @property
+    def packs(self) -> int:
+        """How many matrices there are; the last may hold fewer groups."""
+        return -(-self.groups // self.pack)
+
+    @property
+    def padded(self) -> int:
+        """Rows and columns of a matrix as it is stored, filled up with zeros."""
+        return max(16, power_of_2(self.pack * self.width))
+
+    @property
+    def full(self) -> bool:
+        """Whether the groups fill every matrix, so that no column needs a mask."""
+        return self.pack * self.width == self.padded and self.groups % self.pack == 0
+
+
+def _pack(width: int, groups: int) -> int:
+    most = max(1, FUSED // width)
+    # Rows of 16 bytes where they cost no more than half of the matrix.
+    aligned = [p for p in range(most, most // 2, -1) if p * width % 8 == 0]
+    return min(aligned[0] if aligned else most, groups)
+
+
+@lru_cache(maxsize=1024)
+def passes(stages: int, size: int, channels: int, butterfly: bool) -> tuple[Pass, ...]:
+    """The passes of a rotation, in order, of as equal lengths as can be."""
+    if not butterfly:
+        groups = channels // size
+        return (Pass(size, False, 0, 1, 1, size, groups, _pack(size, groups)),)
+    most = (2 * WIDEST // size).bit_length() - 1
+    count = -(-stages // most)
+    found, first = [], 0
+    for at in range(count):
+        length = stages * (at + 1) // count - first
+        width = size << (length - 1)
+        groups = channels // width
+        found.append(
+            Pass(size, True, first, length, 1 << first, width, groups, _pack(width, groups))
+        )
+        first += length
+    return tuple(found)
+
+
+# --------------------------------------------------------------------------------- plans
+
+
+def solve_plan(size: int, device: torch.device) -> Plan:
+    """block_m: blocks solved side by side; block_n: columns of a tile."""
+    simulated = not multiprocessors(device)
+    tile = min(TILE // 2 if simulated else TILE, power_of_2(size))
+    elements = 4096 if simulated else 1024  # an interpreter pays by the operation
+    return Plan(max(1, elements // (tile * tile)), tile, tile, 4, 1)
+
+
+def rotate_plan(
+    part: Pass, tokens: int, compute: torch.dtype, rescaled: bool, device: torch.device
+) -> Plan:
+    """block_m tokens by block_n columns of the output, block_k of the contraction at once.
+
+    Not timed yet: chosen to compile without spills.
+    """
+    size, wide = part.padded, compute is torch.float32
+    if not multiprocessors(device):
+        return Plan(64, min(64, size), min(64, size), dynamic="m")
+    if size <= FUSED:
+        most = 128 if part.full and not (wide or rescaled) else 64
+        rows = min(most, max(16, power_of_2(tokens)))
+        return Plan(rows, size, 16 if wide else size, 4, 1, dynamic="m")
+    if wide:
+        return Plan(64, 64, 32, 4, 2, dynamic="m")
+    return Plan(128, 128, 64, 8, 2, dynamic="m")
+
+
+def gram_plan(
+    part: Pass, tokens: int, compute: torch.dtype, rescaled: bool, device: torch.device
+) -> Plan:
+    """block_k tokens a step; block_n columns (and rows) of v^T g; splits: shares of the tokens."""
+    size, wide = part.padded, compute is torch.float32
+    units = multiprocessors(device)
+    if not units:
+        return Plan(64, min(64, size), 64, splits=2 if tokens > 2 * FLUSH else 1, dynamic="k")
+    fits = size <= FUSED
+    rows = 16 if wide else 64
+    side = size if fits else 64 if wide else 128
+    tiles = part.packs * (size // side) ** 2
+    splits = max(1, min((4 if fits else 2) * units // tiles, -(-tokens // rows)))
+    warps = 8 if side > 64 or rescaled or not part.full else 4
+    return Plan(side, side, rows, warps, 2, splits, "k")
+
+
+def fuses(part: Pass, compute: torch.dtype) -> bool:
+    """Whether one launch takes v^T g and g M^T: they fit the registers together."""
+    return part.padded <= FUSED and compute is not torch.float32

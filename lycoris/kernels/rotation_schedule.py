@@ -1,0 +1,266 @@
+"""The host logic of every rotation op: solve, multiply stages, stream; and back.
+
+Nothing here waits for the device, and nothing of stages x tokens x channels is ever stored: a
+longer butterfly's backward replays its prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import rotation_algebra as algebra
+from .rotation import Pass, fuses, gram_plan, passes, rotate_plan, solve_plan
+from .rotation_algebra import Scale
+from .schedule import Schedule
+
+
+def _solve(run: Schedule, blocks: Tensor, constraint: float | None, delta: Tensor) -> None:
+    """D of every block into ``delta``: one launch, or several for a large block."""
+    size = blocks.shape[-1]
+    q = algebra.skew(blocks)
+    if constraint is not None:
+        q *= algebra.factor(q, constraint)
+    q, delta = q.view(-1, size, size), delta.view(-1, size, size)
+    plan = solve_plan(size, run.device)
+    steps = -(-size // plan.block_n)
+    source: Tensor | None = None
+    for step in range(steps):
+        last = step == steps - 1
+        target = delta if last else run.empty((q.shape[0], size, 2 * size), torch.float64)
+        run.launch("rotate", "eliminate", q, source, target, step, tiles=plan)
+        source = target
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    """M of every pack of a pass, its columns times rescale, as the kernels read it.
+
+    ``parts``: (parts, packs, padded, padded), whose sum is M, in the compute dtype; fp16's times a
+    power of two, of which ``inverse`` (packs,) is the inverse.
+    """
+
+    parts: Tensor
+    inverse: Tensor | None
+
+
+def _matrices(
+    run: Schedule,
+    found: list[Tensor],
+    rescale: Tensor | None,
+    part: Pass,
+    compute: torch.dtype,
+    wide: bool,
+) -> _Matrices:
+    """``wide``: in as many parts as fp32 has digits."""
+    count = 1 if compute is torch.float32 else 3 if wide else 2
+    parts = run.empty((count, part.packs, part.padded, part.padded), compute)
+    matrix = found[-1]
+    if rescale is not None:
+        matrix = matrix * algebra.by_position(rescale, part)[:, None]
+    return _Matrices(parts, algebra.pack(matrix, part, parts))
+
+
+def _rotate(
+    run: Schedule,
+    x: Tensor,
+    m: _Matrices | None,
+    out: Tensor,
+    part: Pass,
+    base: Tensor | None,
+    extra: Tensor | None,
+    rescale: Tensor | None,
+    diff: bool,
+    transposed: bool,
+) -> None:
+    """out = x M + rescale * extra + (rescale - diff) * base; M^T where ``transposed``."""
+    assert m is not None  # made wherever something is streamed
+    tokens = x.shape[0] * x.shape[2]
+    plan = rotate_plan(part, tokens, m.parts.dtype, rescale is not None, run.device)
+    args = (x, base, extra, rescale, m.parts, m.inverse, out, part, diff, transposed)
+    run.launch("rotate", "rotate", *args, tiles=plan)
+
+
+def _passes(blocks: Tensor, delta: Tensor, channels: int) -> tuple[tuple[Pass, ...], Tensor]:
+    """The passes of a call, and ``delta`` as (stages, n, size, size)."""
+    size, butterfly = blocks.shape[-1], blocks.dim() == 4
+    stages = blocks.shape[0] if butterfly else 1
+    return passes(stages, size, channels, butterfly), delta.view(stages, -1, size, size)
+
+
+def _chain(
+    run: Schedule,
+    x: Tensor,
+    chain: Sequence[tuple[Pass, _Matrices | None, Tensor | None]],
+    out: Tensor,
+    diff: bool,
+    transposed: bool,
+) -> None:
+    """Passes in turn, each (pass, matrices, rescale); the last stores ``out``, others fp32.
+
+    Where ``diff``, what the passes add is kept apart from x: near the identity, x would swallow it.
+    """
+    start, moved = x, None
+    for at, (part, m, rescale) in enumerate(chain):
+        last = at == len(chain) - 1
+        target = out if last else run.empty(tuple(x.shape), torch.float32)
+        base = (start if rescale is not None else None) if diff else x
+        _rotate(run, x, m, target, part, base, moved, rescale, diff, transposed)
+        if diff and not last:
+            moved, x = target, start + target
+        else:
+            x = target
+
+
+def _forward(
+    run: Schedule,
+    v: Tensor,
+    t: SimpleNamespace,
+    scale: Scale,
+    out: Tensor,
+    saved: Any,
+    constraint: float | None,
+    diff: bool,
+) -> None:
+    _solve(run, t.blocks, constraint, saved.delta)
+    parts, delta = _passes(t.blocks, saved.delta, v.shape[1])
+    compute = v.dtype if len(parts) == 1 else torch.float32
+    chain = []
+    for part in parts:
+        rescale = t.rescale if part is parts[-1] else None
+        found = algebra.products(delta, scale, part)
+        m = _matrices(run, found, rescale, part, compute, out.dtype is torch.float32)
+        chain.append((part, m, rescale))
+    _chain(run, v, chain, out, diff, False)
+
+
+def _backward(
+    run: Schedule,
+    grad: Tensor,
+    v: Tensor,
+    t: SimpleNamespace,
+    saved: Any,
+    scale: Scale,
+    grads: SimpleNamespace,
+    into: Tensor | None,
+    constraint: float | None,
+    diff: bool,
+) -> None:
+    """``into`` takes v's gradient, ``grads.blocks`` and ``grads.rescale`` theirs, where wanted."""
+    parts, delta = _passes(t.blocks, saved.delta, v.shape[1])
+    single = len(parts) == 1
+    compute = v.dtype if single else torch.float32
+    wide = into is not None and into.dtype is torch.float32
+    found = [algebra.products(delta, scale, part) for part in parts]
+    chain = []
+    for part, products in zip(parts, found, strict=True):
+        rescale = t.rescale if part is parts[-1] else None
+        # A frozen v asks for no matrices, unless to go from pass to pass.
+        m = None
+        if into is not None or not single:
+            m = _matrices(run, products, rescale, part, compute, wide)
+        chain.append((part, m, rescale))
+    if grads.blocks is None and grads.rescale is None:
+        assert into is not None  # something is wanted
+        _chain(run, grad, chain[::-1], into, diff, True)
+        return
+    deltas = torch.empty_like(delta) if grads.blocks is not None else None
+    # The inputs of the passes are replayed, not kept.
+    inputs = [v]
+    for part, m, _ in chain[:-1]:
+        inputs.append(run.empty(tuple(v.shape), torch.float32))
+        _rotate(run, inputs[-2], m, inputs[-1], part, inputs[-2], None, None, False, False)
+    g, start, moved = grad, grad, None
+    for at in reversed(range(len(parts))):
+        part, m, rescale = chain[at]
+        last = part is parts[-1]
+        target = into if at == 0 else run.empty(tuple(v.shape), torch.float32)
+        base = (start if rescale is not None else None) if diff else g
+        fused = target if single and fuses(part, compute) else None
+        total = _gram(run, inputs[at], g, base is not None, rescale, m, fused, part, diff, compute)
+        sums = algebra.unpack(total, part)
+        if last and grads.rescale is not None:
+            # y's own columns: sum_t g (v + v M), and v^T g is at hand.
+            columns = (found[at][-1] * sums).sum(1) + sums.diagonal(dim1=1, dim2=2)
+            grads.rescale.copy_(algebra.by_channel(columns, part))
+        if deltas is not None:
+            if rescale is not None:
+                sums = sums * algebra.by_position(rescale, part)[:, None]
+            algebra.stage_gradients(sums, found[at], delta, scale, part, deltas)
+        if target is None:
+            break
+        if fused is None:
+            _rotate(run, g, m, target, part, base, moved, rescale, diff, True)
+        if at and diff:
+            moved, g = target, start + target
+        else:
+            g = target
+    if deltas is not None:
+        algebra.blocks_gradient(t.blocks, delta, deltas, constraint, grads.blocks)
+
+
+def _gram(
+    run: Schedule,
+    x: Tensor,
+    g: Tensor,
+    base: bool,
+    rescale: Tensor | None,
+    m: _Matrices | None,
+    out: Tensor | None,
+    part: Pass,
+    diff: bool,
+    compute: torch.dtype,
+) -> Tensor:
+    """x^T g of every pack, in shares: (splits, packs, padded, padded), fp32.
+
+    ``out``, if given, takes g M^T + (rescale - diff) * g in the same pass; without ``base`` g M^T.
+    """
+    tokens = x.shape[0] * x.shape[2]
+    plan = gram_plan(part, tokens, compute, rescale is not None, run.device)
+    total = run.empty((plan.splits, part.packs, part.padded, part.padded), torch.float32)
+    parts, inverse = (None, None) if m is None or out is None else (m.parts, m.inverse)
+    args = (x, g, rescale, parts, inverse, out, total, part, base, diff, compute)
+    run.launch("rotate", "gram", *args, tiles=plan)
+    return total
+
+
+def schedules(name: str) -> tuple[Any, Any]:
+    """forward and backward over the operand ``name``: (O, N), or (T, O, B)."""
+
+    def stream(t: Tensor) -> Tensor:
+        return t if t.dim() == 3 else t[None]
+
+    def forward(
+        run: Schedule,
+        t: SimpleNamespace,
+        scale: Scale,
+        out: Tensor,
+        saved: Any,
+        *,
+        constraint: float | None,
+        diff: bool,
+    ) -> None:
+        v = stream(getattr(t, name))
+        _forward(run, v, t, scale, stream(out), saved, constraint, diff)
+
+    def backward(
+        run: Schedule,
+        grad: Tensor,
+        t: SimpleNamespace,
+        saved: Any,
+        scale: Scale,
+        grads: SimpleNamespace,
+        *,
+        constraint: float | None,
+        diff: bool,
+    ) -> None:
+        into = getattr(grads, name)
+        args = (t, saved, scale, grads, None if into is None else stream(into), constraint, diff)
+        _backward(run, stream(grad), stream(getattr(t, name)), *args)
+
+    return forward, backward

@@ -1,0 +1,212 @@
+"""What rotations promise: orthogonality, isometry, identity, conventions, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lycoris.functional import boft_apply, boft_weight, oft_apply, oft_weight
+
+F64 = torch.float64
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def cayley(blocks: Tensor) -> Tensor:
+    q = blocks - blocks.mT
+    eye = torch.eye(q.shape[-1], dtype=q.dtype)
+    return (eye + q) @ torch.linalg.inv(eye - q)
+
+
+# -------------------------------------------------------------------------- the definition
+
+
+def test_oft_contracts_the_first_index() -> None:
+    weight, blocks, rescale = rand(12, 5, 3), rand(4, 3, 3, seed=1), rand(12, 1, seed=2)
+    r = cayley(blocks)
+    expected = torch.zeros_like(weight)
+    for block in range(4):
+        for i in range(3):
+            for j in range(3):
+                expected[3 * block + j] += r[block, i, j] * weight[3 * block + i]
+    torch.testing.assert_close(oft_weight(weight, blocks), expected)
+    scaled = rescale[..., None] * expected
+    torch.testing.assert_close(oft_weight(weight, blocks, rescale=rescale), scaled)
+    got = oft_weight(weight, blocks, rescale=rescale, diff=True)
+    torch.testing.assert_close(got, scaled - weight)
+
+
+def test_boft_stages_contract_the_second_index() -> None:
+    weight, blocks = rand(24, 5), rand(3, 4, 6, 6, seed=1)[:2] * 0.3
+    expected = weight
+    for stage in range(2):
+        r = 0.7 * cayley(blocks[stage]) + 0.3 * torch.eye(6, dtype=F64)
+        half = 2**stage * 3
+        order = torch.arange(24).view(-1, 2, half).transpose(1, 2).flatten()
+        moved = torch.einsum("nij,njc->nic", r, expected[order].view(4, 6, 5)).reshape(24, 5)
+        expected = torch.empty_like(moved).index_copy(0, order, moved)
+    torch.testing.assert_close(boft_weight(weight, blocks, multiplier=0.7), expected)
+    got = boft_weight(weight, blocks, multiplier=0.7, diff=True)
+    torch.testing.assert_close(got, expected - weight)
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1, 2])
+def test_apply_is_the_weight_rotation_on_any_axis(axis: int) -> None:
+    y, oft, boft = rand(8, 8, 8), rand(2, 4, 4, seed=1), rand(2, 2, 4, 4, seed=2)
+    for apply, weight, blocks in ((oft_apply, oft_weight, oft), (boft_apply, boft_weight, boft)):
+        got = apply(y, blocks, axis=axis)
+        expected = weight(y.movedim(axis, 0), blocks).movedim(0, axis)
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("constraint", [None, 0.5, 100.0])
+def test_gradcheck(constraint: float | None) -> None:
+    leaves = [rand(4, 3).requires_grad_(), rand(2, 2, 2, seed=1).requires_grad_()]
+    leaves.append(rand(4, seed=2).requires_grad_())
+
+    def run(w: Tensor, b: Tensor, s: Tensor) -> Tensor:
+        return oft_weight(w, b, rescale=s, constraint=constraint)
+
+    assert torch.autograd.gradcheck(run, leaves)
+    stages = [rand(4, 3).requires_grad_(), rand(2, 2, 2, 2, seed=1).requires_grad_()]
+    assert torch.autograd.gradcheck(
+        lambda w, b: boft_weight(w, b, constraint=constraint, multiplier=0.7), stages
+    )
+
+
+# ------------------------------------------------------------------------------- numerics
+
+
+@pytest.mark.parametrize(("std", "limit"), [(1e-4, 1e-6), (0.3, 1e-5), (30.0, 2e-4), (1e4, 2e-4)])
+@pytest.mark.parametrize("size", [8, 20])
+def test_orthogonality(fused: str, std: float, limit: float, size: int) -> None:
+    blocks = (rand(2, size, size) * std).float()
+    eye = torch.eye(size).repeat(2, 1)
+    r = oft_weight(eye, blocks, backend=fused).view(2, size, size).double()
+    assert (r @ r.mT - torch.eye(size)).abs().max() < limit
+    # R - I itself, which a subtraction would lose.
+    moved = oft_weight(eye, blocks, diff=True, backend=fused).view(2, size, size).double()
+    exact = cayley(blocks.double()).mT - torch.eye(size)
+    assert (moved - exact).norm() < 2e-7 * exact.norm()
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-3), (torch.float32, 1e-6)])
+def test_isometry(fused: str, dtype: torch.dtype, limit: float) -> None:
+    weight, blocks = rand(64, 40).to(dtype), (rand(3, 8, 8, 8, seed=1) * 0.3).to(dtype)
+    for got in (
+        oft_weight(weight, blocks[0], backend=fused),
+        boft_weight(weight, blocks, backend=fused),
+    ):
+        ratio = got.double().norm() / weight.double().norm()
+        assert abs(ratio - 1) < limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("constraint", [None, 0.5])
+def test_zero_blocks_give_the_input_back(
+    fused: str, dtype: torch.dtype, constraint: float | None
+) -> None:
+    weight = rand(64, 40).to(dtype)
+    weight[0, :2] = torch.tensor([0.0, -0.0])
+    blocks = torch.zeros(3, 8, 8, 8, dtype=dtype, requires_grad=True)
+    outs = (
+        oft_weight(weight, blocks[0], constraint=constraint, backend=fused),
+        boft_weight(weight, blocks, constraint=constraint, backend=fused),
+    )
+    bits = torch.int32 if dtype is torch.float32 else torch.int16
+    for out in outs:
+        assert torch.equal(out.view(bits), weight.view(bits))
+        (got,) = torch.autograd.grad(out.float().square().sum(), blocks)
+        exact = blocks.detach().double().requires_grad_()
+        wide = weight.double()
+        again = oft_weight(wide, exact[0]) if out is outs[0] else boft_weight(wide, exact)
+        (want,) = torch.autograd.grad(again.square().sum(), exact)
+        assert got.isfinite().all()
+        torch.testing.assert_close(got.double(), want, atol=1e-2, rtol=1e-2)
+
+
+def test_the_constraint_holds_and_its_gradient_goes_through_the_norm(fused: str) -> None:
+    weight, blocks = rand(16, 9), rand(2, 8, 8, seed=1)
+    q = blocks - blocks.mT
+    held = blocks * (1.5 / q.norm())
+    got = oft_weight(weight.float(), blocks.float(), constraint=1.5, backend=fused)
+    torch.testing.assert_close(got.double(), oft_weight(weight, held), atol=1e-5, rtol=1e-5)
+    leaf, exact = blocks.float().requires_grad_(), blocks.clone().requires_grad_()
+    target = rand(16, 9, seed=3)
+    out = oft_weight(weight.float(), leaf, constraint=1.5, backend=fused)
+    (grad,) = torch.autograd.grad(out, leaf, target.float())
+    (want,) = torch.autograd.grad(oft_weight(weight, exact, constraint=1.5), exact, target)
+    assert (grad - want).norm() < 1e-5 * want.norm()
+    fixed = blocks.clone().requires_grad_()
+    (constant,) = torch.autograd.grad(oft_weight(weight, fixed * (1.5 / q.norm())), fixed, target)
+    assert (constant - want).norm() > 0.05 * want.norm()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38, 1e8])
+def test_blocks_that_are_not_finite(fused: str, value: float) -> None:
+    weight, blocks = rand(16, 5).float(), (rand(2, 8, 8) * 0.3).float()
+    clean = oft_weight(weight, blocks, backend=fused)
+    blocks[1, 0, 3] = value
+    out = oft_weight(weight, blocks, backend=fused)
+    assert torch.equal(out[:8], clean[:8])  # a block's fault is its own
+    if value == 1e8:  # nearly a quarter turn in one plane, to fp32's last digit
+        assert abs(out[8:].norm() / weight[8:].norm() - 1) < 1e-6
+    if value in (1e8, 3e38):
+        assert out.isfinite().all()
+        return
+    assert out[8:].isnan().all()
+    held = oft_weight(weight, blocks, constraint=1.0, backend=fused)
+    if value != value:
+        assert held.isnan().all()
+
+
+# --------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((3, 4, 4), r"blocks has shape \(3, 4, 4\) and rotates 3 \* 4 channels; expected 16"),
+        ((16, 1, 1), r"blocks are 1 x 1; expected a size from 2 to 256"),
+        ((4, 4, 3), r"blocks has shape \(4, 4, 3\); expected \(n, s, s\) with s = 4, from blocks"),
+        ((16,), r"blocks has shape \(16,\); expected \(n, s, s\)"),
+    ],
+)
+def test_oft_shapes(shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        oft_weight(torch.zeros(16, 5), torch.zeros(shape))
+    with pytest.raises(ValueError, match=message):
+        oft_apply(torch.zeros(5, 16), torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1, 3, 4, 4), r"rotates 3 \* 4 channels; expected 24"),
+        ((1, 8, 3, 3), r"blocks are 3 x 3; expected an even size from 2 to 256"),
+        ((4, 6, 4, 4), r"4 stages of 4-wide blocks mix groups of 4 \* 2\^3 .* do not divide 24"),
+        ((6, 4, 4), r"blocks has shape \(6, 4, 4\); expected \(m, n, b, b\)"),
+    ],
+)
+def test_boft_shapes(shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        boft_weight(torch.zeros(24, 5), torch.zeros(shape))
+
+
+def test_other_arguments() -> None:
+    y, blocks = torch.zeros(3, 16), torch.zeros(4, 4, 4)
+    with pytest.raises(ValueError, match=r"axis is 2; expected one of y's 2, of shape \(3, 16\)"):
+        oft_apply(y, blocks, axis=2)
+    with pytest.raises(ValueError, match="constraint is -1; expected a number of at least 0"):
+        oft_apply(y, blocks, constraint=-1)
+    with pytest.raises(TypeError, match="constraint is str; expected a number or None"):
+        oft_apply(y, blocks, constraint="1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"rescale has shape \(4,\); expected \(O\)"):
+        oft_apply(y, blocks, rescale=torch.zeros(4))
+    with pytest.raises(TypeError, match="y is float16 but blocks is bfloat16"):
+        oft_apply(y.half(), blocks.bfloat16())
+    with pytest.raises(TypeError, match="y is list; expected a tensor"):
+        oft_apply([1.0], blocks)  # type: ignore[arg-type]
