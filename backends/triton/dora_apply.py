@@ -178,7 +178,7 @@ def reduce(
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
         "BLOCK_R": plan.block_k,
-        "STAGES": plan.num_stages if n % 8 == 0 else 1,
+        "STAGES": plan.num_stages if n % 8 == 0 and not torch.version.hip else 1,
         "num_warps": plan.num_warps,
         "num_stages": 1,
     }
