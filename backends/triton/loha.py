@@ -30,8 +30,8 @@ def _precision(policy: Policy, k: int) -> str:
 
 
 def _launch_options(plan: Plan) -> dict[str, int]:
-    # AMD's shared memory is a third of NVIDIA's; its warps are twice as wide, and 8 of them in a block
-    # have half the registers each.
+    # AMD's shared memory is a third of NVIDIA's; its warps are twice as wide, and 8 of them in a
+    # block have half the registers each.
     if torch.version.hip:
         return {"num_warps": min(plan.num_warps, 4), "num_stages": min(plan.num_stages, 2)}
     return {"num_warps": plan.num_warps, "num_stages": plan.num_stages}

@@ -178,6 +178,9 @@ class Schedule:
         (a, b, scale, out), (a2, b2, scale2, out2) = first, second
         m, k = (max(sizes) for sizes in zip(a.shape, a2.shape, strict=True))
         tiles = self._tiles(m, k, b, a, dynamic, self.policy)
+        if any(t.element_size() > self.policy.compute.itemsize for t in (a, b, a2, b2)):
+            # Casts and the addresses of two bodies in the registers: a longer tile spills.
+            tiles = replace(tiles, block_k=min(tiles.block_k, 64))
         if tiles.splits == 1:
             return self._prepare(launcher, tiles, self.policy, *first, *second)
         made, made2 = (self._partials(tiles.splits, t) for t in (out, out2))

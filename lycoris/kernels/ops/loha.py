@@ -69,9 +69,8 @@ def grads_plan(
         plan = Plan(32, 32, block_k, 4, 3, dynamic="k")
     else:
         # Wider tiles leave fewer partial sums; over a longer rank they would spill.
-        plan = Plan(
-            128, 128 if rank <= 16 else 64, block_k, 8, 3 if rank <= block_k else 2, dynamic="k"
-        )
+        stages = 3 if rank <= block_k else 1
+        plan = Plan(128, 128 if rank <= 16 else 64, block_k, 8, stages, dynamic="k")
     tiles_m, tiles_n = _tiles(m, plan.block_m), _tiles(n, plan.block_n)
     budget = max(m * n * itemsize // (1 if stored else 2), 2**24)
     fitting = budget // (8 * rank * (tiles_n * plan.block_m + n))

@@ -132,6 +132,10 @@ def _fused_plan(
     _, _, c, d = sizes
     if max(sizes) > SMALL or itemsize == 4:  # in fp32 it would spill
         return None
+    # Before Hopper, matrix instructions take their operands from registers: it would spill.
+    tight = backward and device.type == "cuda" and max(sizes) > SMALL // 2
+    if tight and torch.cuda.get_device_capability(device) < (9, 0):
+        return None
     block_n, block_k = (max(16, power_of_2(size)) for size in (c, d))
     splits = 3 * multiprocessors(device) or 2
     return Plan(SMALL, block_n, block_k, 8 if backward else 4, 2, splits, "m")
