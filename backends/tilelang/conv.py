@@ -6,6 +6,7 @@ size, whose rows must be known to be aligned; the number of samples stays symbol
 """
 
 # No annotations import from __future__: TileLang evaluates a prim_func's annotations in its scope.
+# The ignores below are for those annotations, which are values where mypy wants types.
 from typing import Any
 
 import torch

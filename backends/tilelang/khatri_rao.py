@@ -1,6 +1,7 @@
 """Row-wise products of two factors (Khatri-Rao), by which LoHa runs as a LoRA of rank r^2."""
 
 # No annotations import from __future__: TileLang evaluates a prim_func's annotations in its scope.
+# The ignores below are for those annotations, which are values where mypy wants types.
 from typing import Any
 
 import torch

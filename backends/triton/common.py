@@ -12,9 +12,16 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from lycoris.kernels.errors import KernelBuildError
+from lycoris.kernels.plan import Plan
+from lycoris.kernels.precision import Policy
+
+TL_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+#: Below this K a TF32 triple misses the fp32 bound (K = 1: 1.05 ULP rms, 0.76 allowed).
+MIN_TRIPLE = 16
 
 #: Held while interpreting, when Triton's language functions are replaced for the whole process,
 #: and while compiling, which goes through those same functions.
@@ -106,3 +113,16 @@ class Kernel:
 def kernel(fn: Callable[..., None]) -> Kernel:
     """Make a plain module-level function a kernel. Helpers it calls are plain ``triton.jit``."""
     return Kernel(fn)
+
+
+def input_precision(policy: Policy, k: int, least: int = MIN_TRIPLE) -> str:
+    """input_precision of a product over ``k``: for fp32 a TF32 triple, from ``least`` on."""
+    if policy.compute is not torch.float32 or policy.tf32:
+        return "tf32"
+    return "ieee" if k < least or torch.version.hip else "tf32x3"  # AMD has no TF32
+
+
+def launch_options(plan: Plan) -> dict[str, int]:
+    """num_warps and num_stages; AMD's shared memory is a third of NVIDIA's."""
+    stages = min(plan.num_stages, 2) if torch.version.hip else plan.num_stages
+    return {"num_warps": plan.num_warps, "num_stages": stages}

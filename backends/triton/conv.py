@@ -14,8 +14,8 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
-from .lora import _MIN_TRIPLE, _TL_DTYPE, _inside
+from .common import TL_DTYPE, input_precision, kernel, launch_options
+from .lora import _inside
 
 
 @kernel
@@ -158,8 +158,8 @@ def mix(
     """
     (groups, m, k), (batch, _, pixels) = a.shape, b.shape
     options = {
-        "COMPUTE": _TL_DTYPE[policy.compute],
-        "PRECISION": _precision(policy, k),
+        "COMPUTE": TL_DTYPE[policy.compute],
+        "PRECISION": input_precision(policy, k),
         "BLOCK_M": plan.block_m,
         "BLOCK_S": plan.block_n,
         "BLOCK_K": plan.block_k,
@@ -168,7 +168,7 @@ def mix(
         "EVEN_K": k % plan.block_k == 0,
         "ONE_STEP": k <= plan.block_k,
         "FLUSH": max(CHUNK, plan.block_k) if k > CHUNK else 0,
-        **_launch_options(plan),
+        **launch_options(plan),
     }
     tiles = triton.cdiv(m, plan.block_m) * triton.cdiv(pixels, plan.block_n)
     fixed = (m, k, pixels, groups, *a.stride())
@@ -199,8 +199,8 @@ def contract(
     steps = batch // groups * triton.cdiv(pixels, plan.block_k)
     share = triton.cdiv(steps, splits)
     options = {
-        "COMPUTE": _TL_DTYPE[policy.compute],
-        "PRECISION": _precision(policy, batch // groups * pixels),
+        "COMPUTE": TL_DTYPE[policy.compute],
+        "PRECISION": input_precision(policy, batch // groups * pixels),
         "BLOCK_M": plan.block_m,
         "BLOCK_K": plan.block_n,
         "BLOCK_S": plan.block_k,
@@ -208,20 +208,8 @@ def contract(
         "EVEN_K": k % plan.block_n == 0,
         "EVEN_S": pixels % plan.block_k == 0,
         "FLUSH": CHUNK // plan.block_k if share * plan.block_k > CHUNK else 0,
-        **_launch_options(plan),
+        **launch_options(plan),
     }
     tiles = triton.cdiv(m, plan.block_m) * triton.cdiv(k, plan.block_n)
     fixed = (m, k, pixels, groups, steps, share)
     return _contract.prepare((tiles * groups, splits), (left, right, scale, out), options, fixed)
-
-
-def _precision(policy: Policy, k: int) -> str:
-    if policy.compute is torch.float32 and not policy.tf32:
-        return "ieee" if k < _MIN_TRIPLE or torch.version.hip else "tf32x3"  # AMD has no TF32
-    return "tf32"
-
-
-def _launch_options(plan: Plan) -> dict[str, int]:
-    # AMD's shared memory is a third of NVIDIA's.
-    stages = min(plan.num_stages, 2) if torch.version.hip else plan.num_stages
-    return {"num_warps": plan.num_warps, "num_stages": stages}

@@ -16,8 +16,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
-from .lora import _MIN_TRIPLE, _TL_DTYPE
+from .common import MIN_TRIPLE, TL_DTYPE, kernel
 
 # Squares neither vanish nor overflow where the largest element is within 2^-50..2^50.
 _SMALL: tl.constexpr = tl.constexpr(2.0**-50)
@@ -292,13 +291,13 @@ def precision(policy: Policy, length: int, wide: bool = False) -> str:
     """Triton's input_precision of a product: a triple of TF32 for operands kept in fp32."""
     if policy.tf32 or (policy.compute is not torch.float32 and not wide):
         return "tf32"
-    return "ieee" if length < _MIN_TRIPLE or torch.version.hip else "tf32x3"
+    return "ieee" if length < MIN_TRIPLE or torch.version.hip else "tf32x3"
 
 
 def _options(plan: Plan, policy: Policy, rank: int) -> dict[str, Any]:
     return {
         "R": rank,
-        "COMPUTE": _TL_DTYPE[policy.compute],
+        "COMPUTE": TL_DTYPE[policy.compute],
         "PRECISION": precision(policy, rank),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,

@@ -10,8 +10,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
-from .lora import _TL_DTYPE
+from .common import TL_DTYPE, kernel
 
 
 @kernel
@@ -113,7 +112,7 @@ def _pairs_launch(
 ) -> tuple[tuple[dict[str, object], tuple[int, int]], tuple[int]]:
     n, rank = left.shape if rank_last else left.shape[::-1]
     options = {
-        "COMPUTE": _TL_DTYPE[torch.float32 if wide else policy.compute],
+        "COMPUTE": TL_DTYPE[torch.float32 if wide else policy.compute],
         "RANK_LAST": rank_last,
         "BLOCK": plan.block_n,
         "num_warps": plan.num_warps,

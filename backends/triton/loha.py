@@ -16,17 +16,11 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
-from .lora import _TL_DTYPE, _inside
+from .common import TL_DTYPE, input_precision, kernel
+from .lora import _inside
 
 #: Products are chained here, whose errors add: below this K a TF32 triple misses the fp32 bound.
 _MIN_TRIPLE = 64
-
-
-def _precision(policy: Policy, k: int) -> str:
-    if policy.compute is not torch.float32 or policy.tf32:
-        return "tf32"
-    return "ieee" if k < _MIN_TRIPLE or torch.version.hip else "tf32x3"
 
 
 def _launch_options(plan: Plan) -> dict[str, int]:
@@ -131,8 +125,8 @@ def weight(
     """
     (m, rank), n = w1_a.shape, w1_b.shape[1]
     options = {
-        "COMPUTE": _TL_DTYPE[policy.compute],
-        "PRECISION": _precision(policy, rank),
+        "COMPUTE": TL_DTYPE[policy.compute],
+        "PRECISION": input_precision(policy, rank, _MIN_TRIPLE),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
         "BLOCK_R": plan.block_k,
@@ -255,9 +249,11 @@ def factor_grads(
     (m, rank), n = w1_a.shape, w1_b.shape[1]
     tiles_n, rows = part_a.shape[0], part_a.shape[2]
     options = {
-        "COMPUTE": _TL_DTYPE[policy.compute],
-        "PRECISION": _precision(policy, min(m, n, n if x is None else x.shape[0])),
-        "RANK_PRECISION": _precision(policy, rank),
+        "COMPUTE": TL_DTYPE[policy.compute],
+        "PRECISION": input_precision(
+            policy, min(m, n, n if x is None else x.shape[0]), _MIN_TRIPLE
+        ),
+        "RANK_PRECISION": input_precision(policy, rank, _MIN_TRIPLE),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
         "BLOCK_K": plan.block_k,
@@ -381,9 +377,9 @@ def dense_product(
     (m, k), (rank, n) = a.shape, q1.shape
     fixed = (m, n, k, rank, *p1.stride(), *q1.stride())
     options = {
-        "COMPUTE": _TL_DTYPE[policy.compute],
-        "PRECISION": _precision(policy, k),
-        "RANK_PRECISION": _precision(policy, rank),
+        "COMPUTE": TL_DTYPE[policy.compute],
+        "PRECISION": input_precision(policy, k, _MIN_TRIPLE),
+        "RANK_PRECISION": input_precision(policy, rank, _MIN_TRIPLE),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
         "BLOCK_K": plan.block_k,
@@ -429,7 +425,7 @@ def row_products(
     """
     m, rank = first.shape
     options = {
-        "COMPUTE": _TL_DTYPE[policy.compute],
+        "COMPUTE": TL_DTYPE[policy.compute],
         "BLOCK_M": plan.block_m,
         "BLOCK_R": plan.block_n,
         "num_warps": plan.num_warps,
@@ -487,7 +483,7 @@ def row_products_grads(
     """
     m, rank = first.shape
     options = {
-        "COMPUTE": _TL_DTYPE[policy.compute],
+        "COMPUTE": TL_DTYPE[policy.compute],
         "BLOCK_M": plan.block_m,
         "BLOCK_R": plan.block_n,
         "num_warps": plan.num_warps,

@@ -16,8 +16,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan, power_of_2
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
-from .lora import _MIN_TRIPLE, _TL_DTYPE
+from .common import MIN_TRIPLE, TL_DTYPE, kernel, launch_options
 
 Half = torch.Tensor | None
 
@@ -170,26 +169,20 @@ def _sizes(w: torch.Tensor, w_b: Half) -> tuple[int, int, int]:
 def _precision(policy: Policy, *lengths: int) -> str:
     """How matrix products are done; ``lengths`` are their reductions, where there is one (> 0)."""
     if policy.compute is torch.float32 and not policy.tf32:
-        short = any(0 < length < _MIN_TRIPLE for length in lengths)
+        short = any(0 < length < MIN_TRIPLE for length in lengths)
         return "ieee" if short or torch.version.hip else "tf32x3"
     return "tf32"
 
 
 def _options(plan: Plan, policy: Policy, rank: int, *lengths: int) -> dict[str, Any]:
     return {
-        "COMPUTE": _TL_DTYPE[policy.compute],
+        "COMPUTE": TL_DTYPE[policy.compute],
         "PRECISION": _precision(policy, *lengths),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
         "BLOCK_K": plan.block_k,
         "BLOCK_R": min(64, max(16, power_of_2(rank))),
     }
-
-
-def _launch_options(plan: Plan) -> dict[str, int]:
-    # AMD's shared memory is a third of NVIDIA's.
-    stages = min(plan.num_stages, 2) if torch.version.hip else plan.num_stages
-    return {"num_warps": plan.num_warps, "num_stages": stages}
 
 
 @prepared
@@ -217,7 +210,7 @@ def kron(
     (a, b, rank_1), (c, d, rank_2) = _sizes(w1, w1_b), _sizes(w2, w2_b)
     share = triton.cdiv(a * b, plan.splits)
     fixed = (a, b, c, d, rank_1, rank_2, share, *_strides(w1, w1_b), *_strides(w2, w2_b))
-    options = _options(plan, policy, rank_1, rank_2) | _launch_options(plan)
+    options = _options(plan, policy, rank_1, rank_2) | launch_options(plan)
     grid = (triton.cdiv(c, plan.block_m) * triton.cdiv(d, plan.block_n), plan.splits)
     return _kron.prepare(grid, (w1, w1_b, w2, w2_b, base, scale, out), options, fixed)
 
@@ -247,7 +240,7 @@ def kron_grad(
     (a, b, rank_1), (c, d, rank_2) = _sizes(w1, w1_b), _sizes(w2, w2_b)
     share = triton.cdiv(a * b, plan.splits)
     fixed = (a, b, c, d, rank_1, rank_2, share, *_strides(w1, w1_b), *_strides(w2, w2_b))
-    launch = _launch_options(plan)
+    launch = launch_options(plan)
     options = _options(plan, policy, rank_1, rank_2) | {"STAGES": launch["num_stages"]} | launch
     grid = (triton.cdiv(c, plan.block_m) * triton.cdiv(d, plan.block_n), plan.splits)
     args = (grad, w1, w1_b, w2, w2_b, scale, w1_parts, w2_parts)

@@ -10,8 +10,8 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
-from .lokr import Half, _half, _launch_options, _options, _scaled, _sizes, _strides
+from .common import kernel, launch_options
+from .lokr import Half, _half, _options, _scaled, _sizes, _strides
 
 
 @kernel
@@ -136,7 +136,7 @@ def fused(
     tokens = x.shape[0] // b
     grid = (min(plan.splits, triton.cdiv(tokens, group)),)
     fixed = (tokens, a, b, c, d, rank, group, *_strides(w1, w1_b))
-    options = _options(plan, policy, rank, b, d, rank) | _launch_options(plan)
+    options = _options(plan, policy, rank, b, d, rank) | launch_options(plan)
     return _fused.prepare(grid, (x, w1, w1_b, w2, base, scale, out), options, fixed)
 
 
@@ -170,6 +170,6 @@ def fused_grad(
     grid = (min(plan.splits, triton.cdiv(tokens, group)),)
     fixed = (tokens, a, b, c, d, rank, group, *_strides(mixer, mixer_b))
     options = _options(plan, policy, rank, a, b, c, d, rank)
-    options |= {"FLUSH": max(1, CHUNK // max(plan.block_m, plan.block_n))} | _launch_options(plan)
+    options |= {"FLUSH": max(1, CHUNK // max(plan.block_m, plan.block_n))} | launch_options(plan)
     args = (grad, x, mixer, mixer_b, w2, scale, gx, w1_parts, w2_parts)
     return _fused_grad.prepare(grid, args, options, fixed)

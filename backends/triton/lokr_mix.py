@@ -10,8 +10,8 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
-from .lokr import Half, _half, _launch_options, _options, _scaled, _sizes, _strides
+from .common import kernel, launch_options
+from .lokr import Half, _half, _options, _scaled, _sizes, _strides, launch_options
 
 
 @kernel
@@ -109,7 +109,7 @@ def mix(
     """
     (q, p, rank), (rows, n) = _sizes(w, w_b), out.shape
     fixed = (rows, n, q, p, rank, *_strides(w, w_b))
-    options = _options(plan, policy, rank, p, rank) | _launch_options(plan)
+    options = _options(plan, policy, rank, p, rank) | launch_options(plan)
     grid = (triton.cdiv(rows, plan.block_m) * triton.cdiv(n, plan.block_n),)
     return _mix.prepare(grid, (value, w, w_b, base, scale, out), options, fixed)
 
@@ -135,7 +135,7 @@ def mix_grad(
     (_, q, p), n = parts.shape, grad.shape[1]
     tokens = value.shape[0] // p
     fixed = (tokens, n, q, p, triton.cdiv(tokens, plan.splits))
-    options = _options(plan, policy, 0, tokens * n) | _launch_options(plan)
+    options = _options(plan, policy, 0, tokens * n) | launch_options(plan)
     del options["BLOCK_R"]
     grid = (triton.cdiv(q, plan.block_m) * triton.cdiv(p, plan.block_n), plan.splits)
     return _mix_grad.prepare(grid, (grad, value, scale, parts), options, fixed)

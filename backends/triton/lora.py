@@ -12,11 +12,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
-
-_TL_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-#: Below this K a TF32 triple misses the fp32 bound (K = 1: 1.05 ULP rms, 0.76 allowed).
-_MIN_TRIPLE = 16
+from .common import TL_DTYPE, input_precision, kernel, launch_options
 
 
 @triton.jit
@@ -299,18 +295,12 @@ def _loop(m: int, k: int, plan: Plan) -> dict[str, Any]:
 
 
 def _options(n: int, k: int, plan: Plan, policy: Policy) -> dict[str, Any]:
-    if policy.compute is torch.float32 and not policy.tf32:
-        precision = "ieee" if k < _MIN_TRIPLE or torch.version.hip else "tf32x3"  # AMD has no TF32
-    else:
-        precision = "tf32"
     return {
-        "COMPUTE": _TL_DTYPE[policy.compute],
-        "PRECISION": precision,
+        "COMPUTE": TL_DTYPE[policy.compute],
+        "PRECISION": input_precision(policy, k),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
         "BLOCK_K": plan.block_k,
         "EVEN_N": n % plan.block_n == 0,
-        "num_warps": plan.num_warps,
-        # AMD's shared memory is a third of NVIDIA's.
-        "num_stages": min(plan.num_stages, 2) if torch.version.hip else plan.num_stages,
+        **launch_options(plan),
     }

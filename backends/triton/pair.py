@@ -10,8 +10,8 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
-from .lora import _MIN_TRIPLE, _TL_DTYPE, _inside
+from .common import TL_DTYPE, input_precision, kernel, launch_options
+from .lora import _inside
 
 
 @triton.jit
@@ -111,15 +111,11 @@ def product(
     """
     (m, n), k, k0 = out.shape, a.shape[1], a0.shape[1]
     block_m, block_n, block_k = plan.block_m, plan.block_n, plan.block_k
-    if policy.compute is torch.float32 and not policy.tf32:
-        precision = "ieee" if max(k, k0) < _MIN_TRIPLE or torch.version.hip else "tf32x3"
-    else:
-        precision = "tf32"
     strides = (s for t in (a, b, a0, b0, out) for s in t.stride())
     options = {
         "SUBTRACT": subtract,
-        "COMPUTE": _TL_DTYPE[policy.compute],
-        "PRECISION": precision,
+        "COMPUTE": TL_DTYPE[policy.compute],
+        "PRECISION": input_precision(policy, max(k, k0)),
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
@@ -128,8 +124,7 @@ def product(
         "EVEN_K": k % block_k == 0 and k0 % block_k == 0,
         "ONE_STEP": max(k, k0) <= block_k,
         "FLUSH": max(CHUNK, block_k) if max(k, k0) > CHUNK else 0,
-        "num_warps": plan.num_warps,
-        "num_stages": min(plan.num_stages, 2) if torch.version.hip else plan.num_stages,
+        **launch_options(plan),
     }
     grid = (triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)
     fixed = (m, n, k, k0, *strides)

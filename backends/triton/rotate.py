@@ -16,13 +16,9 @@ from lycoris.kernels.precision import Policy
 from lycoris.kernels.rotation import FLUSH, Pass
 
 from .cayley import eliminate
-from .common import kernel
+from .common import MIN_TRIPLE, TL_DTYPE, kernel
 
 __all__ = ["eliminate", "gram", "rotate"]
-
-_TL_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-#: Below this length a TF32 triple misses the fp32 bound.
-_MIN_TRIPLE = 16
 
 
 @triton.jit
@@ -122,7 +118,7 @@ def _layout(x: torch.Tensor, part: Pass) -> tuple[int, int, tuple[int, int, int]
 def _precision(part: Pass, policy: Policy) -> str:
     if policy.tf32:
         return "tf32"
-    return "ieee" if part.width < _MIN_TRIPLE or torch.version.hip else "tf32x3"
+    return "ieee" if part.width < MIN_TRIPLE or torch.version.hip else "tf32x3"
 
 
 @prepared
@@ -159,7 +155,7 @@ def rotate(
         *(part.unit, part.stages, part.low, part.width, part.pack, part.groups, part.packs),
     )
     options = {
-        "COMPUTE": _TL_DTYPE[parts.dtype],
+        "COMPUTE": TL_DTYPE[parts.dtype],
         "PRECISION": _precision(part, policy) if parts.dtype is torch.float32 else "tf32",
         "PARTS": parts.shape[0],
         "PADDED": part.padded,
@@ -285,7 +281,7 @@ def gram(
     )
     fp32 = compute is torch.float32
     options = {
-        "COMPUTE": _TL_DTYPE[compute],
+        "COMPUTE": TL_DTYPE[compute],
         "PRECISION": _precision(part, policy) if fp32 else "tf32",
         "PARTS": 0 if parts is None else parts.shape[0],
         "PADDED": part.padded,
