@@ -11,7 +11,7 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
 from .common import kernel, launch_options
-from .lokr import Half, _half, _options, _scaled, _sizes, _strides, launch_options
+from .lokr import Half, _half, _options, _scaled, _sizes, _strides
 
 
 @kernel
