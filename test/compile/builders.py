@@ -51,8 +51,8 @@ ARCHS = {
     # Plans come from the number of units; the capability only has to be one that is served.
     "gfx942": Arch((9, 4), 304, 64 * 1024),
 }
-#: How many of the kernels the suite builds for (backend, architecture): 0 shows every layout and
-#: compute dtype; 1 every dtype mix, and every tile of the large cases; 2 each mix with each tile.
+#: How many of the kernels the suite builds for (backend, architecture): 0 shows every layout,
+#: in 16 bits and in fp32; 1 every dtype mix, and every tile of the large cases; 2 each mix with each tile.
 #: ``worker.py --level 2`` builds more, in minutes an op: for whoever changes kernels or tiles.
 TARGETS = {
     ("triton", "sm_90"): 1,
@@ -121,7 +121,10 @@ class Request:
         launch = self.launch
         # The grid's third dimension and the symbolic sizes leave a tile what it is.
         tile = replace(launch.plan, splits=1, dynamic="")
-        found: set[Any] = {*enumerate(launch.layouts), launch.dtypes[-1]}
+        compute = launch.dtypes[-1]
+        if level == 0 and compute != "fp32":
+            compute = "16-bit"  # fp16 and bf16 differ in the names of a few instructions only
+        found: set[Any] = {*enumerate(launch.layouts), compute}
         if level > 0:
             found.add(launch.dtypes)
         if level > 0 and self.large:
