@@ -31,7 +31,8 @@ from lycoris.kernels.spec import OpSpec
 
 COLUMNS = (
     *("op", "case", "dtypes", "direction", "backend", "pass", "time_us", "floor_us"),
-    *("times_floor", "eager_us", "compile_us", "host_us", "wall_us", "ulp", "bound"),
+    *("times_floor", "eager_us", "compile_us", "peft_us", "base_us", "added_us"),
+    *("host_us", "wall_us", "ulp", "bound"),
 )
 
 
@@ -94,6 +95,7 @@ class Plan:
 
 _PLAN = pytest.StashKey[Plan]()
 _MATRIX = pytest.StashKey[Matrix]()
+_EMPTY = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -101,6 +103,9 @@ def pytest_configure(config: pytest.Config) -> None:
         plan = config.stash[_PLAN] = Plan(config)
     except report.UsageError as error:
         raise pytest.UsageError(str(error)) from error
+    target = config.getoption("benchmark_json", None)
+    if target and not Path(target).absolute().parent.is_dir():  # known now, not after the run
+        raise pytest.UsageError(f"--benchmark-json: no folder {Path(target).parent}")
     config.stash[_MATRIX] = Matrix(plan.device, plan.backends, plan.baselines)
 
 
@@ -139,6 +144,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if empty:
         config.hook.pytest_deselected(items=empty)
         items[:] = [i for i in items if i not in empty]
+    config.stash[_EMPTY] = not items
     # Ops before layers: where --budget ends a run, it has what matters most.
     items.sort(key=lambda item: "test_layers" in item.nodeid)
 
@@ -218,12 +224,16 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     session = getattr(config, "_benchmarksession", None)
     rows = [bench.extra_info for bench in session.benchmarks] if session else []
     if not rows:
+        if config.stash.get(_EMPTY, False):
+            terminalreporter.write_line("no row of the matrix fits these options")
         return
     terminalreporter.section("matrix: times in us, the worst error of each row in ULP")
     shown = []
     for row in rows:
         worst = max(row["parity"], key=lambda p: p["ulp"] or 0.0)
-        shown.append(row | {"ulp": worst["ulp"], "bound": worst["bound"]})
-    terminalreporter.write_line(report.table(shown, COLUMNS))
+        op = row["op"] + (" as a layer" if row["kind"] == "layer" else "")
+        shown.append(row | {"op": op, "ulp": worst["ulp"], "bound": worst["bound"]})
+    columns = [c for c in COLUMNS if any(row.get(c) is not None for row in shown)]
+    terminalreporter.write_line(report.table(shown, columns))
     if config.stash[_PLAN].device.type == "cpu":
         terminalreporter.write_line("CPU: kernels are simulated, no speed is claimed")

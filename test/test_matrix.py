@@ -373,6 +373,28 @@ def test_options_cut_the_matrix() -> None:
     ]
 
 
+def test_the_table_tells_layers_from_ops_and_has_no_empty_column() -> None:
+    argv = ["--quick", "--op", "ia3_scale", "--backend", "triton", "--direction", "fwd+bwd"]
+    done = run(*argv)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.split("  ")[0] for line in done.stdout.splitlines()]
+    assert [w for w in lines if w.startswith("ia3")] == ["ia3_scale", "ia3_scale as a layer"]
+    assert "time_us" not in done.stdout
+
+
+def test_a_run_that_can_write_nothing_does_not_start(tmp_path: Path) -> None:
+    argv = ["--quick", "--op", "ia3_scale", "--backend", "triton"]
+    done = run(*argv, "--benchmark-json", str(tmp_path / "gone" / "results.json"))
+    assert done.returncode == 4
+    assert f"--benchmark-json: no folder {tmp_path / 'gone'}" in done.stdout + done.stderr
+
+
+def test_options_that_leave_no_row_say_so() -> None:
+    done = run("--op", "lora_conv_apply", "--shapes", "llm", "--backend", "torch")
+    assert done.returncode == 5
+    assert "no row of the matrix fits these options" in done.stdout
+
+
 @pytest.fixture
 def plan(bench: Any) -> Any:
     """What the options given come to."""

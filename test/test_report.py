@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from html import escape, unescape
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,20 @@ def test_marks_stand_where_their_times_are() -> None:
     below = chart({"a": [Mark("triton", 0.9, 9, 10)]})  # a floor that was beaten is not hidden
     (place,) = re.findall(r'<svg x="([\d.]+)%"', below)
     assert float(place) == 3.0
+
+
+def test_a_long_label_takes_lines_that_a_phone_shows() -> None:
+    name = "4x1280x32x32 k=3 factor 8 r=16 +base +w1 +w2_a +w2_b, bf16"
+    marks = [Mark("triton", 2.0, 20, 10)]
+    text = chart({name: marks, "short": marks})
+    labels = re.findall(r'dx="6" y="(\d+)">(.*?)</text>', text)
+    assert all(len(label) <= 46 for _, label in labels)
+    assert (
+        " ".join(label for _, label in sorted(labels[:2], key=lambda found: int(found[0]))) == name
+    )
+    places = sorted(int(y) for y, _ in labels)
+    assert min(b - a for a, b in pairwise(places)) >= 15
+    assert re.findall(r'width="100%" height="(\d+)"', text)[0] == str(34 + 2 * 46 + 15 + 8)
 
 
 @pytest.fixture
