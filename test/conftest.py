@@ -1,12 +1,15 @@
-"""The tables at the end of a run: parity in ULP, and what was compiled without a GPU.
+"""The matrix's modules, and the tables at the end of a run: parity, and what was compiled.
 
-They are here, and not beside their tests, because pytest-xdist's controller and pytest's options
-know the conftest of the folder that is run and of those above it alone.
+The tables are here, and not beside their tests, because pytest-xdist's controller and pytest's
+options know the conftest of the folder that is run and of those above it alone.
 """
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import pytest
 from lycoris.kernels.report import table, to_json
 from lycoris.kernels.testing import Row, summarise
 
+_ROOT = Path(__file__).resolve().parents[1]
 _PARITY: list[dict[str, Any]] = []
 _BUILDS: list[dict[str, Any]] = []
 
@@ -62,3 +66,13 @@ def _builds() -> str:
         for key, members in sorted(groups.items())
     ]
     return table(rows, list(rows[0]))
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    """The matrix's modules."""
+    before = list(sys.path)
+    sys.path[:0] = [str(_ROOT / "bench"), str(_ROOT / "bench" / "kernels")]
+    names = ("clock", "rows", "layers", "peft_layers", "shapes", "timing", "measure")
+    yield SimpleNamespace(**{name: import_module(name) for name in names})
+    sys.path[:] = before
