@@ -197,7 +197,12 @@ def _verdict(
             ]
         else:
             limits += [
-                ("rms", got.rms, max(factor * floor.rms, 0.35 * accumulation), f"{factor:.2f} floor"),
+                (
+                    "rms",
+                    got.rms,
+                    max(factor * floor.rms, 0.35 * accumulation),
+                    f"{factor:.2f} floor",
+                ),
                 ("ulp", got.ulp, 1.1 * floor.ulp + 0.25, "1.1 floor + 0.25"),
             ]
         if eager.finite:

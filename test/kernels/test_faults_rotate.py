@@ -47,9 +47,11 @@ def in_tf32(launch: Launch) -> Launch:
 def by_subtraction(launch: Launch) -> Launch:
     """D as R - I, with R rounded to fp32."""
 
-    def eliminate(q: Tensor, source: Any, target: Tensor, step: int, **kw: Any) -> None:
-        launch(q, source, target, step, **kw)
-        eye = torch.eye(q.shape[-1])
+    def eliminate(
+        blocks: Tensor, held: Any, source: Any, target: Tensor, step: int, **kw: Any
+    ) -> None:
+        launch(blocks, held, source, target, step, **kw)
+        eye = torch.eye(blocks.shape[-1])
         target.copy_((eye + target).float() - eye)  # cases of one step
 
     return eliminate
