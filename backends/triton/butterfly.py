@@ -15,10 +15,10 @@ from .common import kernel
 
 
 @triton.jit
-def _place(c, stage, unit, SIZE: tl.constexpr):
-    """Of column c: its block's number within the group, its place in the block, and the columns'
+def _place(c, stage, unit):
+    """Column c's block within the group, its place in it, and where the block's columns are.
 
-    start and step: place j of the block is column ``start + (j % 2) * step + j // 2``.
+    Place j of the block is column ``start + (j % 2) * step + j // 2``: the last two results.
     """
     low = 1 << stage
     y = c // unit
@@ -37,9 +37,8 @@ def _block(group, within, low, per):
 @kernel
 def _compose(
     scaled, found,
-    first, low, unit, width, groups, count,
-    STAGES: tl.constexpr, SIZE: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    stages, first, low, unit, width, groups, count,
+    SIZE: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one group through every stage: a stage mixes the columns of a row.
 
@@ -49,32 +48,26 @@ def _compose(
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, COLS)[None, :]
     ok = (r < width) & (c < width)
-    row = (group.to(tl.int64) * width + r) * width
+    row = found + (group.to(tl.int64) * width + r) * width
     step = tl.cast(groups, tl.int64) * width * width
-    for at in tl.static_range(STAGES - 1 if TRANSPOSED else STAGES):
-        stage = STAGES - 1 - at if TRANSPOSED else at
-        within, place, start, stride = _place(c, stage, unit, SIZE)
-        block = ((first + stage) * count + _block(group, within, low, width // SIZE)).to(tl.int64)
+    for at in tl.range(0, stages - 1 if TRANSPOSED else stages):
         if TRANSPOSED:
-            before = found + stage * step + row
-            after = before - step
-            value = tl.load(before + c, mask=ok, other=0.0)
+            stage = stages - 1 - at
+            before, after, known = row + stage * step, row + (stage - 1) * step, ok
         else:
-            after = found + stage * step + row
-            before = after - step
-            value = tl.zeros((ROWS, COLS), tl.float64)
-            if stage > 0:
-                value += tl.load(before + c, mask=ok, other=0.0)
+            stage = at
+            before, after, known = row + (stage - 1) * step, row + stage * step, ok & (stage > 0)
+        within, place, start, stride = _place(c, stage, unit)
+        block = ((first + stage) * count + _block(group, within, low, width // SIZE)).to(tl.int64)
+        value = tl.load(before + c, mask=known, other=0.0)
         for k in tl.range(0, SIZE):
             column = start + k % 2 * stride + k // 2
+            mixed = tl.load(before + column, mask=known, other=0.0)
             if TRANSPOSED:
                 entry = (block * SIZE + k) * SIZE + place
-                mixed = tl.load(before + column, mask=ok, other=0.0)
             else:
                 entry = (block * SIZE + place) * SIZE + k
-                mixed = tl.where(column == r, 1.0, 0.0).to(tl.float64)
-                if stage > 0:
-                    mixed += tl.load(before + column, mask=ok, other=0.0)
+                mixed += tl.where(column == r, 1.0, 0.0).to(tl.float64)
             value += mixed * tl.load(scaled + entry, mask=c < width, other=0.0)
         tl.store(after + c, value, mask=ok)
         tl.debug_barrier()
@@ -100,7 +93,6 @@ def compose(
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
     options = {
-        "STAGES": part.stages,
         "SIZE": part.size,
         "COLS": plan.block_n,
         "ROWS": plan.block_m,
@@ -108,7 +100,8 @@ def compose(
         "num_warps": plan.num_warps,
     }
     grid = (part.groups, triton.cdiv(part.width, plan.block_m))
-    fixed = (part.first, part.low, part.unit, part.width, part.groups, scaled.shape[1])
+    shape = (part.low, part.unit, part.width, part.groups, scaled.shape[1])
+    fixed = (part.stages, part.first, *shape)
     launch = _compose.prepare(grid, (scaled, found), options, fixed)
     return lambda scaled, found, part, transposed: launch(scaled, found)
 
@@ -123,7 +116,7 @@ def _stage_gradient(
     group, stage = tl.program_id(1), tl.program_id(2)
     q = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c, k = q // SIZE, q % SIZE
-    within, place, start, stride = _place(c, stage, unit, SIZE)
+    within, place, start, stride = _place(c, stage, unit)
     column = (start + k % 2 * stride + k // 2)[None, :]
     ok = (c < width)[None, :]
     step = tl.cast(groups, tl.int64) * width * width
