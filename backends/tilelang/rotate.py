@@ -1,5 +1,6 @@
-"""Rotations: v + v M here, v^T g in :mod:`.rotation_gram`, the solve in :mod:`.cayley`.
+"""Rotations: v + v M here, v^T g in :mod:`.rotation_gram`.
 
+The solve is in :mod:`.cayley`; what makes M of its blocks, and leads back, in :mod:`.butterfly`.
 Activations (tokens, channels) and weights (channels, columns) go through the same kernels by
 strides: nothing is transposed in memory. On CUDA a kernel is made for one geometry; on a CPU the
 geometry is arguments, so that one build serves every shape.
@@ -16,12 +17,21 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 from lycoris.kernels.rotation import Pass
 
-from .cayley import eliminate
+from .butterfly import compose, pack, stage_gradient
+from .cayley import cayley_gradient, eliminate
 from .common import NAMES, build
 from .rotation_gram import gram
 from .rotation_layout import div, fixed_of, flat, flat_or, index_macro, integers_of, layout, mod
 
-__all__ = ["eliminate", "gram", "rotate"]
+__all__ = [
+    "cayley_gradient",
+    "compose",
+    "eliminate",
+    "gram",
+    "pack",
+    "rotate",
+    "stage_gradient",
+]
 
 
 @prepared
@@ -43,7 +53,7 @@ def rotate(
     """out = x M + rescale * extra + (rescale - diff) * base, on the middle axis.
 
     ``x``, ``base``, ``extra`` and ``out`` are contiguous (A, C, B) tensors of any dtypes; x is cast
-    to that of ``parts``, which hold M as ``rotation_algebra.pack`` says, and ``power`` with them;
+    to that of ``parts``. Their sum, times ``power`` (packs,) if given, is M, as ``pack`` leaves it;
     M^T where ``transposed``. Without ``rescale`` (C,), that is 1 and ``diff`` nothing. Sums are
     fp32, and rounded once.
 
