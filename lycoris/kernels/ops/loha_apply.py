@@ -42,9 +42,9 @@ def dense_plan(m: int, rank: int, itemsize: int, units: int) -> Plan:
     return Plan(min(128, max(16, power_of_2(m))), 64, block_k, 8, 3, dynamic="m")
 
 
-def _row_plan(rank: int, units: int) -> Plan:
-    """Tiles of row-wise products: ``block_n`` is along the rank."""
-    return Plan(16, max(16, power_of_2(rank)) if units else 16, 16)
+def pairs_plan(device: torch.device) -> Plan:
+    """``block_n``: elements of row-wise products, or of a factor's gradient, at once."""
+    return Plan(1, 512 if multiprocessors(device) else 256, 1)
 
 
 # ------------------------------------------------------------------------------- contract
@@ -83,20 +83,38 @@ def _apply_formula(t: SimpleNamespace, scale: float | Tensor, rnd: Round) -> Ten
     return out if t.base is None else t.base + out
 
 
-def _khatri_rao(run: Schedule, first: Tensor, second: Tensor) -> Tensor:
-    n, rank = first.shape
-    out = run.empty((n, rank * rank), run.policy.compute)
-    tiles = _row_plan(rank, multiprocessors(run.device))
-    run.launch("loha", "row_products", first, second, out, tiles=tiles)
+def _up(run: Schedule, t: SimpleNamespace) -> Tensor:
+    """(O, r^2), the rows' products of w1_a and w2_a, in the compute dtype."""
+    n_out, rank = t.w1_a.shape
+    out = run.empty((n_out, rank * rank), run.policy.compute)
+    args = (t.w1_a, t.w2_a, out, True, False)
+    run.launch("khatri_rao", "pairs", *args, tiles=pairs_plan(run.device))
     return out
 
 
-def _split_khatri_rao(
-    run: Schedule, grad: Tensor, factors: tuple[Tensor, ...], outs: tuple[Tensor | None, ...]
+def _down(run: Schedule, t: SimpleNamespace) -> Tensor:
+    """(r^2, I), the columns' products of w1_b and w2_b, in the compute dtype."""
+    rank, n_in = t.w1_b.shape
+    out = run.empty((rank * rank, n_in), run.policy.compute)
+    args = (t.w1_b, t.w2_b, out, False, False)
+    run.launch("khatri_rao", "pairs", *args, tiles=pairs_plan(run.device))
+    return out
+
+
+def _split(
+    run: Schedule,
+    grad: Tensor,
+    factors: tuple[Tensor, Tensor],
+    wanted: tuple[Tensor | None, Tensor | None],
+    rank_last: bool,
 ) -> None:
-    """The gradients of two factors from that of their row-wise products."""
-    tiles = _row_plan(factors[0].shape[1], multiprocessors(run.device))
-    run.launch("loha", "row_products_grads", grad, *factors, *outs, tiles=tiles)
+    """The gradients of two factors from that of their products."""
+    room = [
+        run.empty(tuple(factor.shape), torch.float32) if into is None else into
+        for into, factor in zip(wanted, factors, strict=True)
+    ]
+    args = (grad, *factors, *room, rank_last, False)
+    run.launch("khatri_rao", "pairs_grad", *args, tiles=pairs_plan(run.device))
 
 
 def _apply_forward(
@@ -107,11 +125,10 @@ def _apply_forward(
         transposed = (t.w1_b.t(), t.w1_a.t(), t.w2_b.t(), t.w2_a.t())
         _dense_product(run, t.x, transposed, t.base, scale, out)
         return
-    down = _khatri_rao(run, t.w1_b.t(), t.w2_b.t())
+    down = _down(run, t)
     hidden = run.empty((tokens, rank * rank), run.policy.compute)
-    run.matmul(t.x, down, hidden, dynamic="m")
-    up = _khatri_rao(run, t.w1_a, t.w2_a)
-    run.matmul(hidden, up.t(), out, base=t.base, scale=scale, dynamic="m")
+    run.matmul(t.x, down.t(), hidden, dynamic="m")
+    run.matmul(hidden, _up(run, t).t(), out, base=t.base, scale=scale, dynamic="m")
 
 
 def _dense_product(
@@ -144,27 +161,25 @@ def _apply_backward(
         factor_grads(run, grad, t.x, t, scale, grads)
         return
     width = rank * rank
-    down = _khatri_rao(run, t.w1_b.t(), t.w2_b.t())
+    down = _down(run, t)
     if grads.w1_a is not None or grads.w2_a is not None:
         hidden = run.empty((tokens, width), run.policy.compute)
-        run.matmul(t.x, down, hidden, dynamic="m")
+        run.matmul(t.x, down.t(), hidden, dynamic="m")
         of_up = run.empty((n_out, width), torch.float32)
         run.matmul(grad.t(), hidden, of_up, scale=scale, dynamic="k")
-        _split_khatri_rao(run, of_up, (t.w1_a, t.w2_a), (grads.w1_a, grads.w2_a))
+        _split(run, of_up, (t.w1_a, t.w2_a), (grads.w1_a, grads.w2_a), True)
     wanted_b = grads.w1_b is not None or grads.w2_b is not None
     if grads.x is None and not wanted_b:
         return
-    up = _khatri_rao(run, t.w1_a, t.w2_a)
     # Scaled before it is rounded: an unscaled fp16 q overflows where s * q is finite.
     hidden_grad = run.empty((tokens, width), run.policy.compute)
-    run.matmul(grad, up, hidden_grad, scale=scale, dynamic="m")
+    run.matmul(grad, _up(run, t), hidden_grad, scale=scale, dynamic="m")
     if grads.x is not None:
-        run.matmul(hidden_grad, down.t(), grads.x, dynamic="m")
+        run.matmul(hidden_grad, down, grads.x, dynamic="m")
     if wanted_b:
-        of_down = run.empty((n_in, width), torch.float32)
-        run.matmul(t.x.t(), hidden_grad, of_down, dynamic="k")
-        outs = tuple(None if g is None else g.t() for g in (grads.w1_b, grads.w2_b))
-        _split_khatri_rao(run, of_down, (t.w1_b.t(), t.w2_b.t()), outs)
+        of_down = run.empty((width, n_in), torch.float32)
+        run.matmul(t.x.t(), hidden_grad, of_down.t(), dynamic="k")
+        _split(run, of_down, (t.w1_b, t.w2_b), (grads.w1_b, grads.w2_b), False)
 
 
 def _apply_reductions(d: Mapping[str, int]) -> Mapping[str, int]:
