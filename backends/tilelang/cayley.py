@@ -116,15 +116,15 @@ def eliminate_kernel(
             c0 = (step + 1 + bx) * tile
             r0 = by * tile
             fetch(source, held, p, block, at, at, size, wide)
-            for k in T.serial(tile):
+            # Beyond the block's size is the identity, which asks for no elimination.
+            deep = T.min(tile, size - at)
+            for k in T.serial(deep):
                 for i in T.Parallel(tile):
-                    row[i] = p[k, i] / T.if_then_else(i == k, T.float64(1), p[k, k])
+                    row[i] = T.if_then_else(i == k, T.float64(1), p[k, i]) / p[k, k]
                     col[i] = p[i, k]
                 for i, j in T.Parallel(tile, tile):
-                    inner = T.if_then_else(j == k, -col[i] / row[k], p[i, j] - col[i] * row[j])
-                    p[i, j] = T.if_then_else(
-                        i == k, T.if_then_else(j == k, 1 / row[k], row[j]), inner
-                    )
+                    rest = T.if_then_else(j == k, T.float64(0), p[i, j]) - col[i] * row[j]
+                    p[i, j] = T.if_then_else(i == k, row[j], rest)
             fetch(source, held, rows, block, at, c0, size, wide)
             for i, j in T.Parallel(tile, tile):
                 y[i, j] = 0
