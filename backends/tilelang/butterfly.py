@@ -89,6 +89,7 @@ def compose_kernel(transposed: bool, threads: int) -> Any:
         with T.Kernel(T.ceildiv(width, div(COLS, width) * ROWS), groups, threads=threads) as (
             by, group,
         ):  # fmt: skip
+            T.annotate_min_blocks_per_sm(2)
             line = T.alloc_shared((ROWS, COLS), "float64")
             value = T.alloc_fragment((ROWS, COLS), "float64")
             factor = T.alloc_fragment((COLS,), "float64")

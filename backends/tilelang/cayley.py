@@ -108,7 +108,7 @@ def eliminate_kernel(
             p = T.alloc_shared((tile, tile), "float64")
             rows = T.alloc_shared((tile, tile), "float64")
             y = T.alloc_shared((tile, tile), "float64")
-            value = T.alloc_shared((tile, tile), "float64")
+            value = T.alloc_fragment((tile, tile), "float64")
             row = T.alloc_shared((tile,), "float64")
             col = T.alloc_shared((tile,), "float64")
             wide = tiles * tile
@@ -127,17 +127,15 @@ def eliminate_kernel(
                     p[i, j] = T.if_then_else(i == k, row[j], rest)
             fetch(source, held, rows, block, at, c0, size, wide)
             for i, j in T.Parallel(tile, tile):
-                y[i, j] = 0
-                for k in T.serial(tile):
-                    y[i, j] += p[i, k] * rows[k, j]
-            if by == step:
-                for i, j in T.Parallel(tile, tile):
-                    value[i, j] = y[i, j]
-            else:
+                value[i, j] = 0
+                for k in T.serial(deep):
+                    value[i, j] += p[i, k] * rows[k, j]
+            if by != step:
+                T.copy(value, y)
                 fetch(source, held, value, block, r0, c0, size, wide)
                 fetch(source, held, rows, block, r0, at, size, wide)
                 for i, j in T.Parallel(tile, tile):
-                    for k in T.serial(tile):
+                    for k in T.serial(deep):
                         value[i, j] -= rows[i, k] * y[k, j]
             for i, j in T.Parallel(tile, tile):
                 r = r0 + i
