@@ -108,7 +108,7 @@ def eliminate_kernel(
             p = T.alloc_shared((tile, tile), "float64")
             rows = T.alloc_shared((tile, tile), "float64")
             y = T.alloc_shared((tile, tile), "float64")
-            value = T.alloc_shared((tile, tile), "float64")
+            value = T.alloc_fragment((tile, tile), "float64")
             row = T.alloc_shared((tile,), "float64")
             col = T.alloc_shared((tile,), "float64")
             wide = tiles * tile
@@ -116,28 +116,26 @@ def eliminate_kernel(
             c0 = (step + 1 + bx) * tile
             r0 = by * tile
             fetch(source, held, p, block, at, at, size, wide)
-            for k in T.serial(tile):
+            # Beyond the block's size is the identity, which asks for no elimination.
+            deep = T.min(tile, size - at)
+            for k in T.serial(deep):
                 for i in T.Parallel(tile):
-                    row[i] = p[k, i] / T.if_then_else(i == k, T.float64(1), p[k, k])
+                    row[i] = T.if_then_else(i == k, T.float64(1), p[k, i]) / p[k, k]
                     col[i] = p[i, k]
                 for i, j in T.Parallel(tile, tile):
-                    inner = T.if_then_else(j == k, -col[i] / row[k], p[i, j] - col[i] * row[j])
-                    p[i, j] = T.if_then_else(
-                        i == k, T.if_then_else(j == k, 1 / row[k], row[j]), inner
-                    )
+                    rest = T.if_then_else(j == k, T.float64(0), p[i, j]) - col[i] * row[j]
+                    p[i, j] = T.if_then_else(i == k, row[j], rest)
             fetch(source, held, rows, block, at, c0, size, wide)
             for i, j in T.Parallel(tile, tile):
-                y[i, j] = 0
-                for k in T.serial(tile):
-                    y[i, j] += p[i, k] * rows[k, j]
-            if by == step:
-                for i, j in T.Parallel(tile, tile):
-                    value[i, j] = y[i, j]
-            else:
+                value[i, j] = 0
+                for k in T.serial(deep):
+                    value[i, j] += p[i, k] * rows[k, j]
+            if by != step:
+                T.copy(value, y)
                 fetch(source, held, value, block, r0, c0, size, wide)
                 fetch(source, held, rows, block, r0, at, size, wide)
                 for i, j in T.Parallel(tile, tile):
-                    for k in T.serial(tile):
+                    for k in T.serial(deep):
                         value[i, j] -= rows[i, k] * y[k, j]
             for i, j in T.Parallel(tile, tile):
                 r = r0 + i
