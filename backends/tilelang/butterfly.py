@@ -99,9 +99,7 @@ def compose_kernel(transposed: bool, threads: int) -> Any:
             block = T.alloc_fragment((COLS,), "int32")
             place = T.alloc_fragment((COLS,), "int32")
             start = T.alloc_fragment((COLS,), "int32")
-            T.annotate_layout(
-                {value: T.Fragment((ROWS, COLS), forward_fn=lambda i, q: (q, i))}
-            )
+            T.annotate_layout({value: T.Fragment((ROWS, COLS), forward_fn=lambda i, q: (q, i))})
             beside = div(COLS, width)
             for q in T.Parallel(COLS):
                 c[q] = mod(q, width)
