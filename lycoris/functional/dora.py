@@ -55,6 +55,7 @@ def dora_weight(
     The norm is taken over each row of M (``axis="out"``: all but the first dimension), or over each
     input channel (``axis="in"``: all but the second). It is scaled by the largest element, so that
     one of 1e-30 survives fp32; where it is 0, magnitude / norm and its derivatives are 0.
+    A NaN makes its whole line NaN.
     Sources: Liu et al., 2024 (DoRA); LyCORIS's ``wd_on_out``.
 
     Args:

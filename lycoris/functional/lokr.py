@@ -111,7 +111,8 @@ def lokr_apply(
     compute dtype between them; which half comes first is
     :func:`lycoris.kernels.ops.lokr_apply.w2_first`'s rule. Through a factored W2 x goes by its
     rank: W2's second factor, W1, W2's first factor, each step rounded; a factored W1 is rounded
-    where it enters. A Tucker triple is folded, and the call computed, in fp32.
+    where it enters. A Tucker triple is folded, and the call computed, in fp32. The fused backends
+    mix several tokens in one tile: one that isn't finite may make its neighbours' outputs NaN.
     Source: Yeh et al., 2023 (LyCORIS, LoKr).
 
     Args:
