@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 sys.path.insert(2, str(Path(__file__).parent / "kernels"))
 
+import peft_layers
 import shapes
 import torch
 from clock import clock
@@ -49,7 +51,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--direction", **several, choices=DIRECTIONS, help="default both; may be repeated"
     )
     group.addoption(
-        "--baseline", **several, choices=(*BASELINES, "none"), help="default eager and compile"
+        "--baseline",
+        **several,
+        choices=(*BASELINES, "none"),
+        help="default eager, compile and, if installed, peft; may be repeated",
     )
     group.addoption("--device", choices=("cpu", "cuda"), help="default a GPU, if any")
     group.addoption("--quick", action="store_true", help="few shapes, bf16 alone")
@@ -73,7 +78,11 @@ class Plan:
         mixes = shapes.QUICK_MIXES if self.quick else shapes.MIXES
         self.mixes = tuple(report.pick_mixes(option("--dtype"), mixes))
         self.directions = tuple(option("--direction") or DIRECTIONS)
-        baselines = option("--baseline") or list(BASELINES)
+        baselines = option("--baseline") or [
+            b for b in BASELINES if b != "peft" or peft_layers.available()
+        ]
+        if "peft" in baselines and not peft_layers.available():
+            raise report.UsageError("--baseline peft: the package peft is not installed")
         self.baselines = [b for b in baselines if b != "none"]
         self.ops = report.pick_ops(option("--op"))
         self.ends = time.monotonic() + (option("--budget") or float("inf"))
@@ -178,11 +187,17 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: An
     plan = config.stash[_PLAN]
     name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else None
     machine_info["lycoris"] = {
-        "environment": report.versions() | {"name": name or report.devices()[0]["name"]},
+        "environment": _environment(plan) | {"name": name or report.devices()[0]["name"]},
         "device": plan.device.type,
         "ceilings": config.stash[_MATRIX].ceilings,
         "unavailable": plan.missing,
     }
+
+
+def _environment(plan: Plan) -> dict[str, str | None]:
+    """The versions a result depends on, that of a baseline too."""
+    rivals = {"peft": version("peft")} if "peft" in plan.baselines else {}
+    return report.versions() | rivals
 
 
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: Any) -> None:

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import layers
+import peft_layers
 import timing
 import torch
 from shapes import Row
@@ -21,8 +22,8 @@ from lycoris.kernels.inputs import Inputs, draw
 from lycoris.kernels.spec import OpSpec
 
 DIRECTIONS = ("fwd", "fwd+bwd")
-#: Baseline -> the prefix of its columns in a row.
-BASELINES = {"eager": "eager_", "compile": "compile_"}
+#: Baseline -> the prefix of its columns in a row. ``peft`` is of layers alone.
+BASELINES = {"eager": "eager_", "compile": "compile_", "peft": "peft_"}
 #: The columns of a verdict that the row itself does not say.
 _TENSOR = (
     *("tensor", "ulp", "rms", "model_ulp", "model_rms", "floor_ulp", "floor_rms"),
@@ -105,6 +106,8 @@ class Matrix:
             found["ratio"] = found["eager_us"] / found["time_us"]
         if layer:
             found["added_us"] = found["time_us"] - found["base_us"]
+            if "peft_us" in found:
+                found["peft_added_us"] = found["peft_us"] - found["base_us"]
         elif found["floor_us"]:
             found["times_floor"] = found["time_us"] / found["floor_us"]
         return found
@@ -213,7 +216,10 @@ class Matrix:
         ops = {n: timing.on_backend(spec, row.case, inputs.scale, n) for n in backends}
         if "eager" in self.baselines:
             ops["eager"] = timing.on_backend(spec, row.case, inputs.scale, "torch")
-        return {
+        steps: dict[str, Callable[[], timing.Call]] = {
             name: lambda op=op: layers.step(spec, row.case, frozen, op)
             for name, op in [*ops.items(), ("base", None)]
         }
+        if "peft" in self.baselines and peft_layers.has(spec):
+            steps["peft"] = lambda: peft_layers.step(spec, row.case, frozen, inputs.scale)
+        return steps

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ pytest.importorskip("pytest_benchmark")
 from lycoris.bench.records import load
 from lycoris.bench.report import html, markdown
 from lycoris.kernels import explain
+from lycoris.kernels.inputs import draw
 from lycoris.kernels.report import UsageError
 from lycoris.kernels.spec import SPECS, Case
 
@@ -49,7 +51,7 @@ def bench() -> Any:
     """The matrix's modules."""
     before = list(sys.path)
     sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench" / "kernels")]
-    names = ("clock", "rows", "layers", "shapes", "timing", "measure")
+    names = ("clock", "rows", "layers", "peft_layers", "shapes", "timing", "measure")
     yield SimpleNamespace(**{name: import_module(name) for name in names})
     sys.path[:] = before
 
@@ -193,6 +195,87 @@ def test_a_layer_has_what_its_adapter_adds(bench: Any, timed: Any, op: str) -> N
         assert "times_floor" not in found  # the floor of the op is none of the layer's
 
 
+PEFT = pytest.mark.skipif(find_spec("peft") is None, reason="needs HF PEFT: pip install peft")
+#: The ops that PEFT has too; where only costs compare, on the identity as the layer's weight.
+PEFT_OPS = (
+    *("lora_apply", "dora_apply", "loha_apply", "lokr_apply"),
+    *("oft_apply", "boft_apply", "ia3_scale"),
+)
+
+
+def peft_cases(bench: Any, op: str) -> list[Case]:
+    """Small cases of an op as a layer; BOFT's of one stage, which PEFT has without CUDA."""
+    rows = bench.shapes.rows(SPECS[op], ("small",), (FP32,), False)
+    cases = [bench.layers.layer_case(SPECS[op], row.case) for row in rows]
+    if op == "lokr_apply":
+        sizes = {"T": 9, "a": 4, "b": 4, "c": 8, "d": 6}
+        cases.append(Case("dense", sizes, present=("w1", "w2", "base")))
+    if op == "boft_apply":
+        cases = [replace(c, sizes=c.sizes | {"m": 1}) for c in cases]
+    if op in ("oft_apply", "boft_apply"):  # PEFT has no multiplier
+        cases = [replace(c, scale=1.0) for c in cases]
+    return cases
+
+
+@PEFT
+@pytest.mark.parametrize("op", PEFT_OPS)
+def test_pefts_layer_computes_what_the_row_does(bench: Any, op: str) -> None:
+    spec = SPECS[op]
+    assert bench.peft_layers.has(spec)
+    for case in peft_cases(bench, op):
+        inputs = draw(spec, case, FP32, torch.device("cpu"))
+        dims = spec.bind(inputs.operands, case.attributes).dims
+        frozen = bench.layers.freeze(spec, case, inputs, dims)
+        if op in ("oft_apply", "boft_apply"):  # PEFT rotates the layer's input, ours its output
+            frozen = replace(frozen, weight=torch.eye(frozen.weight.shape[0]))
+        if op == "boft_apply":  # our stage takes the channels of a block's halves in turn
+            v, blocks, *rest = frozen.operands
+            order = torch.arange(blocks.shape[-1]).view(-1, 2).t().flatten()
+            frozen = replace(frozen, operands=[v, blocks[..., order, :][..., order], *rest])
+        layer = bench.peft_layers.wrap(spec, case, frozen, inputs.scale)
+        y = torch.nn.functional.linear(frozen.x, frozen.weight)
+        given = {"x": frozen.x, "weight": frozen.weight, bench.layers.output_operand(spec, case): y}
+        leaves = [
+            t if t is None or o.name not in given else given[o.name].reshape(t.shape)
+            for o, t in zip(spec.operands, inputs.operands, strict=True)
+        ]
+        ours = bench.timing.on_backend(spec, case, inputs.scale, "torch")(leaves)
+        theirs = layer(frozen.x).detach().reshape(ours.shape)
+        moved = (ours - y.reshape(ours.shape)).abs().max()
+        assert moved > 0.01  # an adapter that does nothing would agree with anything
+        assert (theirs - ours).abs().max() < 1e-4 * moved + 1e-5, case.name
+
+
+@PEFT
+@pytest.mark.parametrize("mix", [FP32, (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("op", PEFT_OPS)
+def test_a_layer_has_pefts_cost(bench: Any, timed: Any, op: str, mix: Any) -> None:
+    timed.baselines = ["peft"]
+    spec = SPECS[op]
+    row = bench.shapes.rows(spec, ("small",), (mix,), True)[0]
+    row = replace(row, case=bench.layers.layer_case(spec, row.case))
+    times = timed._race(spec, row, "fwd+bwd", True)
+    assert times["peft"]["time_us"] > 0, times["peft"]
+    if mix == FP32:  # unfused, 16-bit rows fail their parity
+        found = timed.measure(spec, row, "torch", "fwd+bwd", layer=True)
+        assert found["peft_added_us"] == found["peft_us"] - found["base_us"]
+        assert found["peft_wall_us"] > 0
+        assert "peft_us" not in timed.measure(spec, row, "torch", "fwd+bwd")
+
+
+@PEFT
+def test_an_adapter_of_another_shape_is_no_baseline(bench: Any, timed: Any) -> None:
+    timed.baselines = ["peft"]
+    spec = SPECS["lokr_apply"]
+    sizes = {"T": 9, "a": 4, "b": 4, "c": 8, "d": 6, "r": 5}  # PEFT keeps w2 dense at this rank
+    case = Case("high rank", sizes, present=("w1", "w2_a", "w2_b", "base"))
+    row = bench.shapes.Row("own", case, FP32)
+    found = timed.measure(spec, row, "torch", "fwd+bwd", layer=True)
+    assert found["pass"], found["why"]
+    assert found["peft_error"].startswith("ValueError: PEFT's lokr_w2_a.default has the shape None")
+    assert "peft_us" not in found
+
+
 def test_a_row_that_fails_its_parity_has_no_speed(bench: Any, timed: Any) -> None:
     spec = SPECS["lora_weight"]
     row = bench.shapes.rows(spec, ("small",), bench.shapes.QUICK_MIXES, True)[0]
@@ -308,12 +391,22 @@ def test_options_come_to_a_plan(plan: Any) -> None:
     default = plan(device="cpu")
     assert default.sets == ("small",)
     assert default.directions == ("fwd", "fwd+bwd")
-    assert default.baselines == ["eager", "compile"]
+    peft = ["peft"] if find_spec("peft") else []
+    assert default.baselines == ["eager", "compile", *peft]
     assert [spec.name for spec in default.ops] == list(SPECS)
     assert {(torch.bfloat16, torch.bfloat16), FP32} <= set(default.mixes)
     cut = plan(device="cpu", quick=True, shapes=["llm"], baseline=["none"], direction=["fwd"])
     assert (cut.sets, cut.directions, cut.baselines) == (("llm",), ("fwd",), [])
     assert cut.mixes == ((torch.bfloat16, torch.bfloat16),)
+
+
+def test_without_peft_there_is_no_such_baseline(
+    bench: Any, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.peft_layers, "find_spec", lambda name: None)
+    assert plan(device="cpu").baselines == ["eager", "compile"]
+    with pytest.raises(UsageError, match="--baseline peft: the package peft is not installed"):
+        plan(device="cpu", baseline=["peft"])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ RECORD = [
     ROOT / "bench" / "results" / f"2026-11-30-h200-lora-{name}.json"
     for name in ("triton", "tilelang")
 ]
+MATRIX = ROOT / "bench" / "results" / "2026-11-30-h200-matrix-triton.json"
 VOID = {"meta", "input", "link", "br", "img", "hr"}
 EVIL = "<script>alert(1)</script>\" onload='x' & | ${x}"
 
@@ -54,7 +56,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("td", "th"):
+        if {"td", "th"} & set(self.open):
             self.cells[-1][-1] += data
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
@@ -74,7 +76,7 @@ def test_it_parses_and_the_table_is_there_without_javascript(page: str) -> None:
     assert len(rows) == len(results.rows)
     assert {len(cells) for cells in rows} == {len(head)}
     first = dict(zip(head, rows[0], strict=True))
-    assert first["time"] == "155.5"
+    assert first["time us"] == "155.5"
     assert first["x floor"] == "1.61"
     assert first["bound"] == "24.0"
     assert first["parity"] == "pass"
@@ -178,9 +180,28 @@ def test_a_failed_row_shows_no_speed_and_its_reason(hostile: Path) -> None:
     head, _, bad = parsed.cells
     shown = dict(zip(head, bad, strict=True))
     assert shown["parity"] == "FAIL"
-    assert shown["time"] == shown["speed-up"] == "-"
+    assert shown["time us"] == shown["speed-up"] == "-"
     assert [a for a in parsed.all("tr") if a.get("class") == "failed"]
     assert "1 failed their parity check" in markdown(load_all([hostile]), "x")
+
+
+def test_a_layer_shows_what_peft_adds(tmp_path: Path) -> None:
+    data = json.loads(RECORD[0].read_text())
+    row = data["rows"][0] | {"kind": "layer", "base_us": 700.0, "time_us": 850.0, "added_us": 150.0}
+    row |= {"peft_us": 1010.0, "peft_wall_us": 1234.0, "peft_peak_bytes": 3 * 2**20}
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(data | {"rows": [row, data["rows"][1]]}))
+    results = load_all([file])
+    head, layer, op = Page(html(results, "x")).cells
+    expected = {"PEFT us": "1010.0", "PEFT adds us": "310.0", "added us": "150.0"}
+    expected |= {"PEFT wall us": "1234.0", "PEFT peak MiB": "3.00"}
+    shown = dict(zip(head, layer, strict=True))
+    assert {name: shown[name] for name in expected} == expected
+    assert dict(zip(head, op, strict=True))["PEFT us"] == "-"
+    text = markdown(results, "x")
+    assert "| PEFT adds (us) |" in text
+    assert "| 310.0 |" in text
+    assert "PEFT" not in html(load_all(RECORD), "x")
 
 
 def test_the_command_writes_both_formats(tmp_path: Path, capsys: Any) -> None:
@@ -208,22 +229,97 @@ CHROMIUM = next(
 )
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt install chromium")
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
-def test_in_headless_chromium(page: str, tmp_path: Path, width: int, scheme: str) -> None:
-    file = tmp_path / "report.html"
-    file.write_text(page)
+CHROME = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt install chromium")
+#: What a page is asked once it has loaded; ``act`` fills ``found``.
+PROBE = """<!doctype html><body style="margin:0">
+<iframe {sandbox} style="border:0" width="{width}" height="1500" srcdoc="{page}"></iframe>
+<pre id="found"></pre><script>
+document.querySelector("iframe").onload = event => {{
+  const page = event.target.contentDocument, found = {{}};
+  const root = page.documentElement, all = query => [...page.querySelectorAll(query)];
+  const seen = element => element.getClientRects().length > 0;
+  found.overflow = root.scrollWidth - root.clientWidth;
+  found.clipped = all(".chart text").filter(
+    t => t.getBoundingClientRect().right > root.clientWidth).map(t => t.textContent);
+  found.controls = seen(page.querySelector(".controls"));
+  found.rows = all("tbody tr").filter(seen).length;
+  found.paper = getComputedStyle(page.body).backgroundColor;
+  {act}
+  document.getElementById("found").textContent = JSON.stringify(found);
+}};
+</script>"""
+
+
+def in_chromium(page: str, folder: Path, width: int, act: str = "", **options: str) -> Any:
+    """What the page says of itself in a frame of that width: a window is never below 500 pixels."""
+    file = folder / "probe.html"
+    given = {"width": width, "act": act, "sandbox": options.get("sandbox", "")}
+    file.write_text(PROBE.format(page=escape(page), **given))
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},1600"]
-    command += ["--blink-settings=preferredColorScheme=" + ("0" if scheme == "dark" else "1")]
-    picture = tmp_path / "page.png"
-    shot = [*command, f"--screenshot={picture}", file.as_uri()]
-    subprocess.run(shot, check=True, capture_output=True, timeout=120)
-    assert picture.stat().st_size > 20_000  # not blank
-    dumped = [*command, "--dump-dom", file.as_uri()]
-    dom = subprocess.run(dumped, check=True, capture_output=True, text=True, timeout=120).stdout
-    assert '<div class="controls">' in dom  # its script ran
-    assert (
-        f"{len(load_all(RECORD).rows)} of {len(load_all(RECORD).rows)} rows" in dom
-        or "<output" in dom
+    command += [f"--user-data-dir={folder / 'profile'}", "--window-size=1280,1600"]
+    dark = options.get("scheme") == "dark"
+    command += [f"--blink-settings=preferredColorScheme={'0' if dark else '1'}", "--dump-dom"]
+    done = subprocess.run(
+        [*command, file.as_uri()], check=True, capture_output=True, text=True, timeout=120
     )
+    return json.loads(unescape(done.stdout.split('<pre id="found">')[1].split("</pre>")[0]))
+
+
+@CHROME
+@pytest.mark.parametrize(
+    ("width", "scheme", "paper"),
+    [
+        (1280, "light", "rgb(253, 253, 251)"),
+        (1280, "dark", "rgb(20, 24, 27)"),
+        (390, "light", "rgb(253, 253, 251)"),
+    ],
+)
+def test_it_fits_its_window(tmp_path: Path, width: int, scheme: str, paper: str) -> None:
+    results = load_all([*RECORD, MATRIX])
+    found = in_chromium(html(results, "Results"), tmp_path, width, scheme=scheme)
+    assert found["overflow"] == 0
+    assert found["clipped"] == []
+    assert found["controls"]
+    assert found["rows"] == len(results.rows)
+    assert found["paper"] == paper
+
+
+@CHROME
+def test_without_scripts_there_are_rows_and_no_dead_controls(page: str, tmp_path: Path) -> None:
+    found = in_chromium(page, tmp_path, 1280, sandbox='sandbox="allow-same-origin"')
+    assert found["rows"] == len(load_all(RECORD).rows)
+    assert not found["controls"]
+
+
+@CHROME
+def test_it_sorts_and_filters(page: str, tmp_path: Path) -> None:
+    act = """
+    const at = name => all("thead th").findIndex(th => th.dataset.name === name);
+    const column = name => all("tbody tr").filter(seen).map(r => r.cells[at(name)].textContent);
+    const press = name => all("thead th")[at(name)].querySelector("button").click();
+    press("time"); found.up = column("time");
+    press("time"); found.down = column("time");
+    found.heading = all("thead th")[at("time")].textContent;
+    found.order = all("thead th")[at("time")].getAttribute("aria-sort");
+    press("op"); found.ops = column("op");
+    const put = (query, value) => {
+      const e = page.querySelector(query); e.value = value; e.dispatchEvent(new Event("input")); };
+    put("#words", "R=128 lora"); found.words = column("case"); put("#words", "");
+    put("select[data-column=backend]", "tilelang"); found.backends = column("backend");
+    found.count = page.getElementById("count").value;
+    found.menus = all("select").filter(seen).map(m => m.dataset.column);
+    """
+    found = in_chromium(page, tmp_path, 1280, act)
+    results = load_all(RECORD)
+    times = [float(t) for t in found["up"]]
+    assert times == sorted(times)
+    assert times[0] < 20 < 100 < times[-1]  # as numbers: "17.5" comes before "155.5"
+    assert found["down"] == found["up"][::-1]
+    assert found["heading"] == "time us"
+    assert found["order"] == "descending"
+    assert found["ops"] == sorted(found["ops"])
+    assert found["words"] == ["8192x4096x4096 r=128"] * 2
+    assert found["backends"] == ["tilelang"] * len(results.only("tilelang").rows)
+    assert found["count"] == f"{len(found['backends'])} of {len(results.rows)} rows"
+    # One direction, and no failure: nothing to choose.
+    assert found["menus"] == ["op", "backend", "dtypes"]

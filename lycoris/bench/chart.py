@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from textwrap import wrap
 
 _SHAPES = (
     '<circle r="6"/>',
@@ -21,6 +22,8 @@ _TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
 #: The usual ones keep their mark on every chart.
 _ORDER = ("triton", "tilelang", "eager", "compile")
 _LINE, _TOP, _LEFT, _RIGHT = 46, 34, 3.0, 97.0
+#: What a phone shows of a label in one line, in characters, and how far apart its lines are.
+_LABEL, _LEADING = 46, 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ def chart(rows: Mapping[str, Sequence[Mark]]) -> str:
     def x(value: float) -> str:
         return f"{_LEFT + (_RIGHT - _LEFT) * math.log(value / first) / span:.2f}%"
 
-    height = _TOP + _LINE * len(rows) + 8
+    labels = [wrap(name, _LABEL) for name in rows]
+    extra = [_LEADING * (len(lines) - 1) for lines in labels]
+    height = _TOP + _LINE * len(rows) + sum(extra) + 8
     label = f"time over the floor by backend, {len(rows)} rows; the table has every figure"
     parts = [f'<svg class="chart" width="100%" height="{height}" role="img" aria-label="{label}">']
     for tick in (t for t in _TICKS if t <= max(last, 2)):
@@ -71,10 +76,13 @@ def chart(rows: Mapping[str, Sequence[Mark]]) -> str:
         parts.append(
             f'<text class="tick" x="{x(tick)}" y="13" text-anchor="{anchor}">{word}</text>'
         )
-    for i, (name, row) in enumerate(rows.items()):
-        y = _TOP + _LINE * i + 30
+    y = _TOP + 30 - _LINE
+    for lines, more, row in zip(labels, extra, rows.values(), strict=True):
+        y += _LINE + more
         far = max(m.times_floor for m in row)
-        parts.append(f'<text x="{_LEFT}%" y="{y - 13:g}">{escape(name)}</text>')
+        for up, line in enumerate(reversed(lines)):
+            place = f'x="{_LEFT}%" dx="6" y="{y - 13 - _LEADING * up}"'
+            parts.append(f"<text {place}>{escape(line)}</text>")
         parts.append(f'<line class="track" x1="{x(1)}" x2="{x(far)}" y1="{y}" y2="{y}"/>')
         for mark in sorted(row, key=lambda m: -style(m.name, names)):
             title = (

@@ -17,12 +17,22 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the main table. ``number`` aligns and sorts it as one."""
+    """A column of the main table. ``number`` aligns and sorts it as one; ``unit`` is its unit."""
 
     name: str
     heading: str
     meaning: str
     number: bool = True
+    unit: str = ""
+
+    @property
+    def label(self) -> str:
+        """The heading with the unit."""
+        return f"{self.heading} ({self.unit})" if self.unit else self.heading
+
+
+def _us(name: str, heading: str, meaning: str) -> Column:
+    return Column(name, heading, meaning, unit="us")
 
 
 COLUMNS = (
@@ -31,26 +41,30 @@ COLUMNS = (
     Column("dtypes", "dtypes", "the model's dtype, and the adapter's where it is another", False),
     Column("direction", "direction", "forward, or forward and all gradients", False),
     Column("backend", "backend", "who computes", False),
-    Column("time", "time", "device time in us; CUDA-graph replays, operands out of the L2 cache"),
-    Column("spread", "quartiles", "of the device time", False),
-    Column("floor", "floor", "least bytes or flops over the measured ceilings, in us"),
+    _us("time", "time", "device time; CUDA-graph replays, operands out of the L2 cache"),
+    _us("floor", "floor", "least bytes or flops over the measured ceilings"),
     Column("times_floor", "x floor", "time over the floor"),
-    Column("eager", "eager", "device time of the unfused run, in us"),
+    _us("eager", "eager", "device time of the unfused run"),
     Column("speedup", "speed-up", "eager's time over this one"),
-    Column("compile", "compile", "the formula under torch.compile, in us"),
-    Column("added", "added", "what the adapter adds to its frozen layer's step, in us"),
-    Column("eager_added", "eager adds", "what the unfused adapter adds, in us"),
-    Column("host", "host", "host time of a call in a plain loop, in us"),
-    Column("wall", "wall", "wall time of a call in a plain loop, in us"),
-    Column("eager_wall", "eager wall", "that of the unfused run"),
-    Column("memory", "peak", "memory at the peak of a call, above what was there, in MiB"),
-    Column("eager_memory", "eager peak", "that of the unfused run"),
+    Column("spread", "quartiles", "of the device time", False, "us"),
+    _us("compile", "compile", "the formula under torch.compile"),
+    _us("peft", "PEFT", "device time of HF PEFT's layer with the same adapter"),
+    _us("added", "added", "what the adapter adds to its frozen layer's step"),
+    _us("eager_added", "eager adds", "what the unfused adapter adds"),
+    _us("peft_added", "PEFT adds", "what HF PEFT's adapter adds"),
+    _us("host", "host", "host time of a call in a plain loop"),
+    _us("wall", "wall", "wall time of a call in a plain loop"),
+    _us("eager_wall", "eager wall", "that of the unfused run"),
+    _us("peft_wall", "PEFT wall", "that of HF PEFT's layer"),
+    Column("memory", "peak", "memory at the peak of a call, above what was there", unit="MiB"),
+    Column("eager_memory", "eager peak", "that of the unfused run", unit="MiB"),
+    Column("peft_memory", "PEFT peak", "that of HF PEFT's layer", unit="MiB"),
     Column("ulp", "ULP out", "largest error of the output against fp64"),
     Column("grad_ulp", "ULP grad", "largest error of a gradient"),
-    Column("model_ulp", "model", "that of a perfect kernel"),
-    Column("floor_ulp", "rounding", "that of one rounding of the exact result"),
+    Column("model_ulp", "model ULP", "that of a perfect kernel"),
+    Column("floor_ulp", "rounding ULP", "that of one rounding of the exact result"),
     Column("eager_ulp", "eager ULP", "that of the unfused run"),
-    Column("bound", "bound", "the declared bound"),
+    Column("bound", "bound", "the declared bound, in ULP"),
     Column("pass", "parity", "whether output and gradients meet the rule", False),
 )
 _NEEDED = {"op", "case", "dtypes", "direction", "backend", "ulp", "bound", "pass"}
@@ -70,7 +84,7 @@ def _values(row: Row) -> dict[str, Any]:
     low, high = row.get("time_low_us"), row.get("time_high_us")
     timed = row["time_us"] is not None
     base = row.get("base_us")
-    eager = row.get("eager_us") if timed else None
+    eager, peft = (row.get(f"{n}_us") if timed else None for n in ("eager", "peft"))
     return {
         "op": row["op"] + (" as a layer" if row["kind"] == "layer" else ""),
         "case": row["case"],
@@ -80,17 +94,21 @@ def _values(row: Row) -> dict[str, Any]:
         "time": row["time_us"],
         "spread": f"{low:.1f}-{high:.1f}" if timed and low is not None else None,
         "floor": row.get("floor_us"),
-        "times_floor": row.get("times_floor"),
+        "times_floor": row.get("times_floor") if timed else None,
         "eager": eager,
         "speedup": eager / row["time_us"] if eager else None,
         "compile": row.get("compile_us"),
+        "peft": peft,
         "added": row.get("added_us"),
         "eager_added": eager - base if eager and base else None,
+        "peft_added": peft - base if peft and base else None,
         "host": row.get("host_us"),
         "wall": row.get("wall_us"),
         "eager_wall": row.get("eager_wall_us"),
+        "peft_wall": row.get("peft_wall_us"),
         "memory": _mib(row.get("peak_bytes")),
         "eager_memory": _mib(row.get("eager_peak_bytes")),
+        "peft_memory": _mib(row.get("peft_peak_bytes")),
         "ulp": worst(out_of(row), "ulp"),
         "grad_ulp": worst(gradients(row), "ulp"),
         "model_ulp": worst(row["parity"], "model_ulp"),
@@ -106,9 +124,9 @@ def _mib(size: int | None) -> float | None:
 
 
 def shown(value: Any) -> str:
-    """A value as a reader wants it: a speed with one decimal, nothing as a dash."""
-    if isinstance(value, float) and 10 <= abs(value) < 1e5:
-        return f"{value:.1f}"
+    """A value as a reader wants it: its decimals below those of its neighbours, none as a dash."""
+    if isinstance(value, float) and 0.1 <= abs(value) < 1e5:
+        return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
     return text(value)
 
 
@@ -209,10 +227,10 @@ def markdown(results: Results, title: str) -> str:
     which = columns(results)
     lines = [f"# {cell(title)}", "", *summary(results), ""]
     lines += markdown_table(["environment", "value"], facts(results))
-    headings = [c.heading + (":" if c.number else "") for c in which]
+    headings = [c.label + (":" if c.number else "") for c in which]
     table = [[c.shown for c in _cells(row, which)] for row in results.rows]
     lines += ["", *markdown_table(headings, table), ""]
-    lines += [f"- {c.heading}: {c.meaning}" for c in which]
+    lines += [f"- {c.label}: {c.meaning}" for c in which]
     failed = [row for row in results.rows if not row["pass"]]
     if failed:
         lines += ["", "## Failed", ""]
