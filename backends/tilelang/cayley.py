@@ -1,4 +1,4 @@
-"""The Cayley solve of a rotation's blocks, in fp64: D = R - I = 2 (I - Q)^-1 Q.
+"""The Cayley solve of a rotation's blocks, D = R - I = 2 (I - Q)^-1 Q, and back; all in fp64.
 
 Sizes are arguments, so that one build serves every shape.
 """
@@ -13,14 +13,15 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import build
+from .common import NAMES, build
 
 THREADS = 128
 
 
 @prepared
 def eliminate(
-    q: torch.Tensor,
+    blocks: torch.Tensor,
+    held: torch.Tensor | None,
     source: torch.Tensor | None,
     target: torch.Tensor,
     step: int,
@@ -28,42 +29,54 @@ def eliminate(
     plan: Plan,
     policy: Policy,
 ) -> Launch:
-    """Step ``step`` of the solve D = 2 (I - Q)^-1 Q for every block, all fp64.
+    """Step ``step`` of the solve D = 2 (I - Q)^-1 Q for every block, Q = held * (B - B^T).
 
-    ``q`` (n, s, s). A step eliminates ``plan.block_n`` columns of [I - Q | 2 Q]; between steps that
-    is kept as (n, s, 2 s). The first has no source; the last one's ``target`` (n, s, s) takes D.
-    fp64, so that growth of the entries, up to the square of Q, costs no digit that fp32 has.
+    ``blocks`` (n, s, s) hold B in any dtype, ``held`` is 0-d and fp64, or 1. A step eliminates
+    ``plan.block_n`` columns of [I - Q | 2 Q]; between steps that is kept as (n, s, 2 s), fp64. The
+    first has no source; the last one's ``target`` (n, s, s) takes D. fp64, so that growth of the
+    entries, up to the square of Q, costs no digit that fp32 has.
 
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    count, size, _ = q.shape
+    count, size, _ = blocks.shape
     # A block of one tile may lie in a larger one.
     tile = max(16, plan.block_n)
     tiles = -(-size // tile)
-    params = (tile, source is None, step == tiles - 1, THREADS)
-    kernel = build(eliminate_kernel, params, q.device)
+    first = source is None
+    read_dtype = NAMES[blocks.dtype] if first else "float64"
+    params = (tile, read_dtype, first and held is not None, first, step == tiles - 1, THREADS)
+    kernel = build(eliminate_kernel, params, blocks.device)
 
     def launch(
-        q: torch.Tensor, source: torch.Tensor | None, target: torch.Tensor, step: int
+        blocks: torch.Tensor,
+        held: torch.Tensor | None,
+        source: torch.Tensor | None,
+        target: torch.Tensor,
+        step: int,
     ) -> None:
-        read = q if source is None else source
-        kernel(read.view(-1), target.view(-1), count, size, step, tiles)
+        read = blocks if source is None else source
+        factor = target if held is None else held  # not read where there is none
+        kernel(read.view(-1), factor.view(-1), target.view(-1), count, size, step, tiles)
 
     return launch
 
 
-def eliminate_kernel(tile: int, first: bool, last: bool, threads: int) -> Any:
+def eliminate_kernel(
+    tile: int, read_dtype: str, holds: bool, first: bool, last: bool, threads: int
+) -> Any:
     """One step of a block Gauss-Jordan elimination, for one tile of [I - Q | 2 Q].
 
     No pivot is small: I - Q and its Schur complements have a symmetric part of at least I.
     """
     import tilelang.language as T
 
-    n, m = T.dynamic("n", "int64"), T.dynamic("m", "int64")
+    n, h, m = (T.dynamic(name, "int64") for name in "nhm")
 
     @T.macro
-    def fetch(source: Any, tile_s: Any, block: Any, r0: Any, c0: Any, size: Any, wide: Any) -> None:
+    def fetch(
+        source: Any, held: Any, tile_s: Any, block: Any, r0: Any, c0: Any, size: Any, wide: Any
+    ) -> None:
         """A tile of [I - Q | 2 Q] at row r0, column c0; 2 Q's columns start at ``wide``."""
         for i, j in T.Parallel(tile, tile):
             r = r0 + i
@@ -71,7 +84,9 @@ def eliminate_kernel(tile: int, first: bool, last: bool, threads: int) -> Any:
             unit = T.if_then_else(r == c0 + j, T.float64(1), T.float64(0))
             if r < size and c < size:
                 if first:
-                    q = source[(block * size + r) * size + c]
+                    upper = T.cast(source[(block * size + r) * size + c], "float64")
+                    lower = T.cast(source[(block * size + c) * size + r], "float64")
+                    q = (upper - lower) * (held[0] if holds else T.float64(1))
                     tile_s[i, j] = T.if_then_else(c0 + j >= wide, 2 * q, unit - q)
                 else:
                     shift = T.if_then_else(c0 + j >= wide, size, 0)
@@ -81,7 +96,8 @@ def eliminate_kernel(tile: int, first: bool, last: bool, threads: int) -> Any:
 
     @T.prim_func
     def eliminate(
-        source: T.Tensor((n,), "float64"),
+        source: T.Tensor((n,), read_dtype),
+        held: T.Tensor((h,), "float64"),
         out: T.Tensor((m,), "float64"),
         count: T.int32,
         size: T.int32,
@@ -92,36 +108,34 @@ def eliminate_kernel(tile: int, first: bool, last: bool, threads: int) -> Any:
             p = T.alloc_shared((tile, tile), "float64")
             rows = T.alloc_shared((tile, tile), "float64")
             y = T.alloc_shared((tile, tile), "float64")
-            value = T.alloc_shared((tile, tile), "float64")
+            value = T.alloc_fragment((tile, tile), "float64")
             row = T.alloc_shared((tile,), "float64")
             col = T.alloc_shared((tile,), "float64")
             wide = tiles * tile
             at = step * tile
             c0 = (step + 1 + bx) * tile
             r0 = by * tile
-            fetch(source, p, block, at, at, size, wide)
-            for k in T.serial(tile):
+            fetch(source, held, p, block, at, at, size, wide)
+            # Beyond the block's size is the identity, which asks for no elimination.
+            deep = T.min(tile, size - at)
+            for k in T.serial(deep):
                 for i in T.Parallel(tile):
-                    row[i] = p[k, i] / T.if_then_else(i == k, T.float64(1), p[k, k])
+                    row[i] = T.if_then_else(i == k, T.float64(1), p[k, i]) / p[k, k]
                     col[i] = p[i, k]
                 for i, j in T.Parallel(tile, tile):
-                    inner = T.if_then_else(j == k, -col[i] / row[k], p[i, j] - col[i] * row[j])
-                    p[i, j] = T.if_then_else(
-                        i == k, T.if_then_else(j == k, 1 / row[k], row[j]), inner
-                    )
-            fetch(source, rows, block, at, c0, size, wide)
+                    rest = T.if_then_else(j == k, T.float64(0), p[i, j]) - col[i] * row[j]
+                    p[i, j] = T.if_then_else(i == k, row[j], rest)
+            fetch(source, held, rows, block, at, c0, size, wide)
             for i, j in T.Parallel(tile, tile):
-                y[i, j] = 0
-                for k in T.serial(tile):
-                    y[i, j] += p[i, k] * rows[k, j]
-            if by == step:
+                value[i, j] = 0
+                for k in T.serial(deep):
+                    value[i, j] += p[i, k] * rows[k, j]
+            if by != step:
+                T.copy(value, y)
+                fetch(source, held, value, block, r0, c0, size, wide)
+                fetch(source, held, rows, block, r0, at, size, wide)
                 for i, j in T.Parallel(tile, tile):
-                    value[i, j] = y[i, j]
-            else:
-                fetch(source, value, block, r0, c0, size, wide)
-                fetch(source, rows, block, r0, at, size, wide)
-                for i, j in T.Parallel(tile, tile):
-                    for k in T.serial(tile):
+                    for k in T.serial(deep):
                         value[i, j] -= rows[i, k] * y[k, j]
             for i, j in T.Parallel(tile, tile):
                 r = r0 + i
@@ -134,3 +148,81 @@ def eliminate_kernel(tile: int, first: bool, last: bool, threads: int) -> Any:
                         out[(block * size + r) * (2 * size) + c + shift] = value[i, j]
 
     return eliminate
+
+
+@prepared
+def cayley_gradient(
+    delta: torch.Tensor,
+    deltas: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    plan: Plan,
+    policy: Policy,
+) -> Launch:
+    """The gradient of B from that of D, for blocks of one tile: dQ - dQ^T with dD = 2 N dQ N.
+
+    ``delta`` and ``deltas`` (n, s, s) hold D and dD, fp64; ``out`` is like them, in any dtype. N =
+    (I - Q)^-1 = I + D / 2.
+
+    Raises:
+        KernelBuildError: the kernel can't be built.
+    """
+    count, size, _ = delta.shape
+    stored = "float64" if out.dtype is torch.float64 else NAMES[out.dtype]
+    params = (max(16, plan.block_n), stored, THREADS)
+    kernel = build(cayley_gradient_kernel, params, delta.device)
+
+    def launch(delta: torch.Tensor, deltas: torch.Tensor, out: torch.Tensor) -> None:
+        kernel(delta.view(-1), deltas.view(-1), out.view(-1), count, size)
+
+    return launch
+
+
+def cayley_gradient_kernel(tile: int, stored: str, threads: int) -> Any:
+    """out = Z - Z^T with Z = 2 N^T dD N^T of one block."""
+    import tilelang.language as T
+
+    n = T.dynamic("n", "int64")
+
+    @T.prim_func
+    def cayley_gradient(
+        delta: T.Tensor((n,), "float64"),
+        deltas: T.Tensor((n,), "float64"),
+        out: T.Tensor((n,), stored),
+        count: T.int32,
+        size: T.int32,
+    ) -> None:
+        with T.Kernel(count, threads=threads) as block:
+            inverse = T.alloc_shared((tile, tile), "float64")
+            middle = T.alloc_shared((tile, tile), "float64")
+            left = T.alloc_shared((tile, tile), "float64")
+            z = T.alloc_shared((tile, tile), "float64")
+            sums = T.alloc_fragment((tile, tile), "float64")
+            for i, j in T.Parallel(tile, tile):
+                if i < size and j < size:
+                    at = (T.cast(block, "int64") * size + i) * size + j
+                    unit = T.if_then_else(i == j, T.float64(1), T.float64(0))
+                    inverse[i, j] = unit + delta[at] / 2
+                    middle[i, j] = deltas[at]
+            for i, j in T.Parallel(tile, tile):
+                sums[i, j] = 0
+                if i < size and j < size:
+                    for k in T.serial(size):
+                        sums[i, j] += inverse[k, i] * middle[k, j]
+            T.copy(sums, left)
+            for i, j in T.Parallel(tile, tile):
+                sums[i, j] = 0
+                if i < size and j < size:
+                    for k in T.serial(size):
+                        sums[i, j] += left[i, k] * inverse[j, k]
+            T.copy(sums, z)
+            for i, j in T.Parallel(tile, tile):
+                if i < size and j < size:
+                    at = (T.cast(block, "int64") * size + i) * size + j
+                    value = 2 * (z[i, j] - z[j, i])
+                    if stored == "float64":
+                        out[at] = value
+                    else:
+                        out[at] = T.cast(T.cast(value, "float32"), stored)
+
+    return cayley_gradient

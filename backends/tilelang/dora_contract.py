@@ -81,7 +81,7 @@ def contract_kernel(shared: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
                         back[l] = made[1, row + l]
                     raised[l] = tiles.power(unit[l])
                     unit[l] = T.if_then_else(
-                        unit[l] > 0, T.float32(1) / (unit[l] * raised[l]), T.float32(0)
+                        unit[l] == 0, T.float32(0), T.float32(1) / (unit[l] * raised[l])
                     )
                 if g_dtype is not None:
                     T.copy(grad[row, column], incoming)

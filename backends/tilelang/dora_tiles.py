@@ -193,7 +193,8 @@ class Tiles:
 
 def ratio(T: Any, magnitude: Any, norm: Any) -> Any:
     """magnitude / norm; 0 where the norm is 0."""
-    return T.if_then_else(norm > 0, magnitude / norm, T.float32(0))
+    # A NaN is not 0, so that it reaches the whole line.
+    return T.if_then_else(norm == 0, T.float32(0), magnitude / norm)
 
 
 def tiles_of(

@@ -2,7 +2,7 @@
 
 A tile of the weight exists on chip only: stored once (``weight``), multiplied with x
 (``dense_product``), or multiplied into a tile of the weight's gradient (``factor_grads``). At a
-small rank ``row_products`` turns LoHa into a LoRA instead. loha_kernels.py holds the kernels.
+small rank the products of khatri_rao.py make it a LoRA. loha_kernels.py holds the kernels.
 """
 
 from typing import Any
@@ -240,66 +240,5 @@ def dense_product(
         factors = [t.t() if transposed else t for t in (p1, q1, p2, q2)]
         tensors = (a, *factors, out if base is None else base)
         kernel(*map(_compact, tensors), _factor(scale), _compact(out))
-
-    return launch
-
-
-@prepared
-def row_products(
-    first: Tensor, second: Tensor, out: Tensor, *, plan: Plan, policy: Policy
-) -> Launch:
-    """out[n, p * r + q] = first[n, p] * second[n, q], rounded to ``policy.compute``.
-
-    ``first`` and ``second`` (n, r) have the same strides; ``out`` (n, r * r) is contiguous.
-
-    Raises:
-        KernelBuildError: the kernel can't be built.
-    """
-    m, rank = first.shape
-    strides = first.stride()
-    kernel = build(
-        kernels.row_products_kernel,
-        (_sizes(out.device, m, rank), (first.dtype, policy.compute), plan.block_m),
-        out.device,
-    )
-
-    def launch(first: Tensor, second: Tensor, out: Tensor) -> None:
-        kernel(_flat(first), _flat(second), out.view(m, rank, rank), *strides)
-
-    return launch
-
-
-@prepared
-def row_products_grads(
-    grad: Tensor,
-    first: Tensor,
-    second: Tensor,
-    out_1: Tensor | None,
-    out_2: Tensor | None,
-    *,
-    plan: Plan,
-    policy: Policy,
-) -> Launch:
-    """The gradients of ``row_products``' operands from ``grad`` (n, r * r), fp32 and contiguous.
-
-    The outputs lie as ``first`` and ``second`` do, are rounded once, and may be None.
-
-    Raises:
-        KernelBuildError: the kernel can't be built.
-    """
-    m, rank = first.shape
-    strides = first.stride()
-    dtypes = (first.dtype, policy.compute, *(t.dtype for t in _both(out_1, out_2)))
-    kernel = build(
-        kernels.row_products_grads_kernel,
-        (_sizes(grad.device, m, rank), dtypes, plan.block_m),
-        grad.device,
-    )
-
-    def launch(
-        grad: Tensor, first: Tensor, second: Tensor, out_1: Tensor | None, out_2: Tensor | None
-    ) -> None:
-        flat = map(_flat, (first, second, *_both(out_1, out_2)))
-        kernel(grad.view(m, rank, rank), *flat, *strides)
 
     return launch

@@ -1,5 +1,6 @@
-"""Rotations: v + v M here, v^T g in :mod:`.rotation_gram`, the solve in :mod:`.cayley`.
+"""Rotations: v + v M here, v^T g in :mod:`.rotation_gram`.
 
+The solve is in :mod:`.cayley`; what makes M of its blocks, and leads back, in :mod:`.butterfly`.
 Activations (tokens, channels) and weights (channels, columns) go through the same kernels by
 strides: nothing is transposed in memory. On CUDA a kernel is made for one geometry; on a CPU the
 geometry is arguments, so that one build serves every shape.
@@ -16,12 +17,21 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 from lycoris.kernels.rotation import Pass
 
-from .cayley import eliminate
+from .butterfly import compose, pack, stage_gradient
+from .cayley import cayley_gradient, eliminate
 from .common import NAMES, build
 from .rotation_gram import gram
 from .rotation_layout import div, fixed_of, flat, flat_or, index_macro, integers_of, layout, mod
 
-__all__ = ["eliminate", "gram", "rotate"]
+__all__ = [
+    "cayley_gradient",
+    "compose",
+    "eliminate",
+    "gram",
+    "pack",
+    "rotate",
+    "stage_gradient",
+]
 
 
 @prepared
@@ -31,7 +41,7 @@ def rotate(
     extra: torch.Tensor | None,
     rescale: torch.Tensor | None,
     parts: torch.Tensor,
-    inverse: torch.Tensor | None,
+    power: torch.Tensor | None,
     out: torch.Tensor,
     part: Pass,
     diff: bool,
@@ -43,7 +53,7 @@ def rotate(
     """out = x M + rescale * extra + (rescale - diff) * base, on the middle axis.
 
     ``x``, ``base``, ``extra`` and ``out`` are contiguous (A, C, B) tensors of any dtypes; x is cast
-    to that of ``parts``, which hold M as ``rotation_algebra.pack`` says, and ``inverse`` with them;
+    to that of ``parts``. Their sum, times ``power`` (packs,) if given, is M, as ``pack`` leaves it;
     M^T where ``transposed``. Without ``rescale`` (C,), that is 1 and ``diff`` nothing. Sums are
     fp32, and rounded once.
 
@@ -52,7 +62,7 @@ def rotate(
     """
     on_cpu = not out.is_cuda
     integers = integers_of(x, part, plan.block_m, 1)
-    given = (t is not None for t in (base, extra, rescale, inverse))
+    given = (t is not None for t in (base, extra, rescale, power))
     flags = (*given, diff, transposed)
     dtypes = (x.dtype, flat_or(base, x).dtype, parts.dtype, out.dtype)
     rows = on_cpu or layout(x)[3]
@@ -75,7 +85,7 @@ def rotate(
         extra: torch.Tensor | None,
         rescale: torch.Tensor | None,
         parts: torch.Tensor,
-        inverse: torch.Tensor | None,
+        power: torch.Tensor | None,
         out: torch.Tensor,
         *_: Any,
     ) -> None:
@@ -83,7 +93,7 @@ def rotate(
         factors = spare if rescale is None else rescale.float()
         kernel(
             *(flat(x), flat_or(base, x), flat_or(extra, spare), flat(factors), flat(parts)),
-            *(flat_or(inverse, factors), flat(out), *numbers),
+            *(flat_or(power, factors), flat(out), *numbers),
         )
 
     return launch
@@ -116,7 +126,7 @@ def rotate_kernel(
 
     @T.macro
     def body(
-        x: Any, base: Any, extra: Any, rescale: Any, parts: Any, inverse: Any, out: Any,
+        x: Any, base: Any, extra: Any, rescale: Any, parts: Any, power: Any, out: Any,
         integers: Any, given: Any, pieces: Any,
     ) -> None:  # fmt: skip
         tiles, per, tokens = integers[:3]
@@ -168,7 +178,7 @@ def rotate_kernel(
                 if t0 + i < tokens and c >= 0:
                     at = origin + i * token_step + T.cast(c, "int64") * channel_step
                     if scaled:
-                        staged[i, j] *= inverse[which]
+                        staged[i, j] *= power[which]
                     if extended:
                         if rescaled:
                             staged[i, j] += rescale[c] * extra[at]
@@ -196,7 +206,7 @@ def rotate_kernel(
             extra: T.Tensor((ne,), "float32"),
             rescale: T.Tensor((nr,), "float32"),
             parts: T.Tensor((np,), compute),
-            inverse: T.Tensor((ni,), "float32"),
+            power: T.Tensor((ni,), "float32"),
             out: T.Tensor((no,), out_dtype),
             tiles: T.int32, per: T.int32, tokens: T.int32, share: T.int32,
             outer_step: T.int32, token_step: T.int32, channel_step: T.int32,
@@ -206,7 +216,7 @@ def rotate_kernel(
             pieces: T.int32,
         ) -> None:  # fmt: skip
             body(
-                x, base, extra, rescale, parts, inverse, out,
+                x, base, extra, rescale, parts, power, out,
                 (tiles, per, tokens, share, outer_step, token_step, channel_step,
                  unit, stages, low, width, pack, groups, packs),
                 (based != 0, extended != 0, rescaled != 0, scaled != 0, diff, transposed != 0),
@@ -223,7 +233,7 @@ def rotate_kernel(
             extra: T.Tensor((ne,), "float32"),
             rescale: T.Tensor((nr,), "float32"),
             parts: T.Tensor((np,), compute),
-            inverse: T.Tensor((ni,), "float32"),
+            power: T.Tensor((ni,), "float32"),
             out: T.Tensor((no,), out_dtype),
             tiles: T.int32,
             per: T.int32,
@@ -231,6 +241,6 @@ def rotate_kernel(
             share: T.int32,
         ) -> None:
             integers = (tiles, per, tokens, share, *fixed[4:])
-            body(x, base, extra, rescale, parts, inverse, out, integers, given, count)
+            body(x, base, extra, rescale, parts, power, out, integers, given, count)
 
     return rotate

@@ -21,7 +21,7 @@ def gram(
     g: torch.Tensor,
     rescale: torch.Tensor | None,
     parts: torch.Tensor | None,
-    inverse: torch.Tensor | None,
+    power: torch.Tensor | None,
     out: torch.Tensor | None,
     total: torch.Tensor,
     part: Pass,
@@ -44,7 +44,7 @@ def gram(
     """
     on_cpu = not total.is_cuda
     integers = integers_of(x, part, plan.block_k, plan.splits)
-    flags = (base, rescale is not None, inverse is not None, diff, out is not None)
+    flags = (base, rescale is not None, power is not None, diff, out is not None)
     rows = on_cpu or layout(x)[3]
     params = (
         (fixed_of(integers, on_cpu), None if on_cpu else flags, (x.dtype, g.dtype, compute)),
@@ -67,7 +67,7 @@ def gram(
         g: torch.Tensor,
         rescale: torch.Tensor | None,
         parts: torch.Tensor | None,
-        inverse: torch.Tensor | None,
+        power: torch.Tensor | None,
         out: torch.Tensor | None,
         total: torch.Tensor,
         *_: Any,
@@ -76,7 +76,7 @@ def gram(
         if parts is None:  # of the right type, and not read
             parts = x if x.dtype is compute else total
         kernel(
-            *(flat(x), flat(g), flat(factors), flat(parts), flat_or(inverse, total)),
+            *(flat(x), flat(g), flat(factors), flat(parts), flat_or(power, total)),
             *(flat_or(out, x), flat(total), *numbers),
         )
 
@@ -125,7 +125,7 @@ def gram_kernel(
 
     @T.macro
     def body(
-        x: Any, g: Any, rescale: Any, parts: Any, inverse: Any, out: Any, total: Any,
+        x: Any, g: Any, rescale: Any, parts: Any, power: Any, out: Any, total: Any,
         integers: Any, given: Any, pieces: Any, splits: Any,
     ) -> None:  # fmt: skip
         tiles, per, tokens, share, outer_step, token_step, channel_step = integers[:7]
@@ -186,7 +186,7 @@ def gram_kernel(
                                 if t0 + i < tokens and c >= 0:
                                     at = origin + i * token_step + T.cast(c, "int64") * channel_step
                                     if scaled:
-                                        staged[i, z] *= inverse[which]
+                                        staged[i, z] *= power[which]
                                     if based:
                                         own = T.cast(g[at], "float32")
                                         if rescaled:
@@ -216,7 +216,7 @@ def gram_kernel(
             g: T.Tensor((ng,), g_dtype),
             rescale: T.Tensor((nr,), "float32"),
             parts: T.Tensor((np,), compute),
-            inverse: T.Tensor((ni,), "float32"),
+            power: T.Tensor((ni,), "float32"),
             out: T.Tensor((no,), x_dtype),
             total: T.Tensor((nt,), "float32"),
             tiles: T.int32, per: T.int32, tokens: T.int32, share: T.int32,
@@ -226,7 +226,7 @@ def gram_kernel(
             scaled: T.int32, diff: T.int32, both: T.int32, pieces: T.int32, splits: T.int32,
         ) -> None:  # fmt: skip
             body(
-                x, g, rescale, parts, inverse, out, total,
+                x, g, rescale, parts, power, out, total,
                 (tiles, per, tokens, share, outer_step, token_step, channel_step,
                  unit, stages, low, width, pack, groups, packs),
                 (based != 0, rescaled != 0, scaled != 0, diff, both != 0), pieces, splits,
@@ -241,7 +241,7 @@ def gram_kernel(
             g: T.Tensor((ng,), g_dtype),
             rescale: T.Tensor((nr,), "float32"),
             parts: T.Tensor((np,), compute),
-            inverse: T.Tensor((ni,), "float32"),
+            power: T.Tensor((ni,), "float32"),
             out: T.Tensor((no,), x_dtype),
             total: T.Tensor((nt,), "float32"),
             tiles: T.int32,
@@ -250,6 +250,6 @@ def gram_kernel(
             share: T.int32,
         ) -> None:
             integers = (tiles, per, tokens, share, *fixed[4:])
-            body(x, g, rescale, parts, inverse, out, total, integers, given, count, splits_)
+            body(x, g, rescale, parts, power, out, total, integers, given, count, splits_)
 
     return gram

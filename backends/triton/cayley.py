@@ -1,4 +1,4 @@
-"""The Cayley solve of a rotation's blocks, in fp64: D = R - I = 2 (I - Q)^-1 Q."""
+"""The Cayley solve of a rotation's blocks, D = R - I = 2 (I - Q)^-1 Q, and back; all in fp64."""
 
 from __future__ import annotations
 
@@ -14,27 +14,38 @@ from .common import kernel
 
 
 @triton.jit
-def _entries(source, block, r, c, SIZE, size, FIRST: tl.constexpr):
+def _entries(source, factor, block, r, c, SIZE, size, FIRST: tl.constexpr):
     """Entries (r, c) of [I - Q | 2 Q], c up to 2 * size; the identity beyond the block's size.
 
-    SIZE, a multiple of the tile, is where 2 Q's columns start. ``source`` is Q where FIRST, else
-    both halves, of ``size`` columns each.
+    SIZE, a multiple of the tile, is where 2 Q's columns start. ``source`` is B where FIRST, with Q
+    = factor * (B - B^T), else both halves, of ``size`` columns each.
     """
     right = c >= SIZE
     col = tl.where(right, c - SIZE, c)
     ok = (block >= 0) & (r < size) & (col < size)
     unit = tl.where((r == col) & ~right, 1.0, 0.0).to(tl.float64)
     if FIRST:
-        q = tl.load(source + (block * size + r) * size + col, mask=ok, other=0.0)
+        q = tl.load(source + (block * size + r) * size + col, mask=ok, other=0.0).to(tl.float64)
+        q -= tl.load(source + (block * size + col) * size + r, mask=ok, other=0.0).to(tl.float64)
+        q *= factor
         return tl.where(right, 2.0 * q, -q) + unit
     else:
         at = (block * size + r) * (2 * size) + col + tl.where(right, size, 0)
         return tl.where(ok, tl.load(source + at, mask=ok, other=0.0), unit)
 
 
+@triton.jit
+def _side_by_side(count, NB: tl.constexpr, TILE: tl.constexpr):
+    """The blocks of a program, -1 beyond the last, and their rows and columns."""
+    which = tl.program_id(0) * NB + tl.arange(0, NB)
+    which = tl.where(which < count, which, -1).to(tl.int64)
+    t = tl.arange(0, TILE)
+    return which[:, None, None], t[None, :, None], t[None, None, :]
+
+
 @kernel
 def _eliminate(
-    source, target,
+    source, held, target,
     count, size, step, tiles,
     NB: tl.constexpr, TILE: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, ONE: tl.constexpr,
@@ -43,15 +54,14 @@ def _eliminate(
 
     No pivot is small: I - Q and its Schur complements have a symmetric part of at least I.
     """
-    which = tl.program_id(0) * NB + tl.arange(0, NB)
-    which = tl.where(which < count, which, -1).to(tl.int64)
-    t = tl.arange(0, TILE)
-    i, j = t[None, :, None], t[None, None, :]
-    block = which[:, None, None]
+    block, i, j = _side_by_side(count, NB, TILE)
+    factor = tl.full((1, 1, 1), 1.0, tl.float64)
+    if held is not None:
+        factor *= tl.load(held)
     SIZE = tiles * TILE
     at = step * TILE
     # The inverse of the tile on the diagonal, in place.
-    p = _entries(source, block, at + i, at + j, SIZE, size, FIRST)
+    p = _entries(source, factor, block, at + i, at + j, SIZE, size, FIRST)
     for k in tl.range(0, TILE):
         col = tl.sum(tl.where(j == k, p, 0.0), axis=2)[:, :, None]
         row = tl.sum(tl.where(i == k, p, 0.0), axis=1)[:, None, :]
@@ -61,7 +71,7 @@ def _eliminate(
         p = tl.where(i == k, tl.where(j == k, pivot, row), rest)
     # This tile's columns of the rows that are eliminated: y = p @ [I - Q | 2 Q].
     c = (step + 1 + tl.program_id(2)) * TILE + j
-    rows = _entries(source, block, at + i, c, SIZE, size, FIRST)
+    rows = _entries(source, factor, block, at + i, c, SIZE, size, FIRST)
     y = tl.zeros((NB, TILE, TILE), tl.float64)
     for k in tl.range(0, TILE):
         col = tl.sum(tl.where(j == k, p, 0.0), axis=2)[:, :, None]
@@ -70,8 +80,8 @@ def _eliminate(
     value = y
     if not ONE:
         if tl.program_id(1) != step:
-            value = _entries(source, block, r, c, SIZE, size, FIRST)
-            cols = _entries(source, block, r, at + j, SIZE, size, FIRST)
+            value = _entries(source, factor, block, r, c, SIZE, size, FIRST)
+            cols = _entries(source, factor, block, r, at + j, SIZE, size, FIRST)
             for k in tl.range(0, TILE):
                 col = tl.sum(tl.where(j == k, cols, 0.0), axis=2)[:, :, None]
                 value -= col * tl.sum(tl.where(i == k, y, 0.0), axis=1)[:, None, :]
@@ -87,7 +97,8 @@ def _eliminate(
 
 @prepared
 def eliminate(
-    q: torch.Tensor,
+    blocks: torch.Tensor,
+    held: torch.Tensor | None,
     source: torch.Tensor | None,
     target: torch.Tensor,
     step: int,
@@ -95,16 +106,17 @@ def eliminate(
     plan: Plan,
     policy: Policy,
 ) -> Launch:
-    """Step ``step`` of the solve D = 2 (I - Q)^-1 Q for every block, all fp64.
+    """Step ``step`` of the solve D = 2 (I - Q)^-1 Q for every block, Q = held * (B - B^T).
 
-    ``q`` (n, s, s). A step eliminates ``plan.block_n`` columns of [I - Q | 2 Q]; between steps that
-    is kept as (n, s, 2 s). The first has no source; the last one's ``target`` (n, s, s) takes D.
-    fp64, so that growth of the entries, up to the square of Q, costs no digit that fp32 has.
+    ``blocks`` (n, s, s) hold B in any dtype, ``held`` is 0-d and fp64, or 1. A step eliminates
+    ``plan.block_n`` columns of [I - Q | 2 Q]; between steps that is kept as (n, s, 2 s), fp64. The
+    first has no source; the last one's ``target`` (n, s, s) takes D. fp64, so that growth of the
+    entries, up to the square of Q, costs no digit that fp32 has.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
-    count, size, _ = q.shape
+    count, size, _ = blocks.shape
     tiles = triton.cdiv(size, plan.block_n)
     options = {
         "NB": plan.block_m,
@@ -115,6 +127,53 @@ def eliminate(
         "num_warps": plan.num_warps,
     }
     grid = (triton.cdiv(count, plan.block_m), tiles, 2 * tiles - step - 1)
-    args = (q if source is None else source, target)
+    args = (blocks if source is None else source, held, target)
     launch = _eliminate.prepare(grid, args, options, (count, size, step, tiles))
-    return lambda q, source, target, step: launch(q if source is None else source, target)
+    return lambda blocks, held, source, target, step: launch(
+        blocks if source is None else source, held, target
+    )
+
+
+@kernel
+def _cayley_gradient(delta, deltas, out, count, size, NB: tl.constexpr, TILE: tl.constexpr):
+    """out = Z - Z^T with Z = 2 N^T dD N^T, N = I + D / 2, of NB blocks."""
+    block, i, j = _side_by_side(count, NB, TILE)
+    start = block * size * size
+    ok_i, ok_j = (block >= 0) & (i < size), (block >= 0) & (j < size)
+    half = tl.zeros((NB, TILE, TILE), tl.float64)
+    for k in tl.range(0, size):
+        # Row k of N by rows of the result, row k of dD by its columns.
+        n = tl.load(delta + start + k * size + i, mask=ok_i, other=0.0) * 0.5
+        n += tl.where(i == k, 1.0, 0.0).to(tl.float64)
+        half += n * tl.load(deltas + start + k * size + j, mask=ok_j, other=0.0)
+    z = tl.zeros((NB, TILE, TILE), tl.float64)
+    for k in tl.range(0, size):
+        n = tl.load(delta + start + j * size + k, mask=ok_j, other=0.0) * 0.5
+        n += tl.where(j == k, 1.0, 0.0).to(tl.float64)
+        z += tl.sum(tl.where(j == k, half, 0.0), axis=2)[:, :, None] * n
+    value = 2.0 * (z - tl.permute(z, (0, 2, 1)))
+    at = out + start + i * size + j
+    tl.store(at, value.to(tl.float32).to(out.dtype.element_ty), mask=ok_i & ok_j)
+
+
+@prepared
+def cayley_gradient(
+    delta: torch.Tensor,
+    deltas: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    plan: Plan,
+    policy: Policy,
+) -> Launch:
+    """The gradient of B from that of D, for blocks of one tile: dQ - dQ^T with dD = 2 N dQ N.
+
+    ``delta`` and ``deltas`` (n, s, s) hold D and dD, fp64; ``out`` is like them, in any dtype. N =
+    (I - Q)^-1 = I + D / 2.
+
+    Raises:
+        KernelBuildError: the kernel doesn't compile for this device and plan.
+    """
+    count, size, _ = delta.shape
+    options = {"NB": plan.block_m, "TILE": plan.block_n, "num_warps": plan.num_warps}
+    grid = (triton.cdiv(count, plan.block_m),)
+    return _cayley_gradient.prepare(grid, (delta, deltas, out), options, (count, size))

@@ -146,15 +146,15 @@ def _joined(value, group, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, MAX: tl.c
 def _unit(tile, norm, GROUPS: tl.constexpr):
     """tile / norm, line by line; 0 where the norm is 0. No intermediate overflows."""
     power = _power(norm)
-    some = norm > 0.0
-    inverse = tl.where(some, tl.div_rn(1.0, tl.where(some, norm * power, 1.0)), 0.0)
+    none = norm == 0.0  # a NaN is not, so that it reaches the whole line
+    inverse = tl.where(none, 0.0, tl.div_rn(1.0, tl.where(none, 1.0, norm * power)))
     return tile * _along(power, GROUPS) * _along(inverse, GROUPS)
 
 
 @triton.jit
 def _ratio(magnitude, norm):
-    some = norm > 0.0
-    return tl.where(some, tl.div_rn(magnitude, tl.where(some, norm, 1.0)), 0.0)
+    none = norm == 0.0
+    return tl.where(none, 0.0, tl.div_rn(magnitude, tl.where(none, 1.0, norm)))
 
 
 @kernel

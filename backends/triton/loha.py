@@ -2,7 +2,7 @@
 
 A tile of the weight exists in registers only: stored once (``weight``), multiplied with x
 (``dense_product``), or multiplied into a tile of the weight's gradient (``factor_grads``). At a
-small rank ``row_products`` turns LoHa into a LoRA instead.
+small rank the products of khatri_rao.py make it a LoRA.
 """
 
 from __future__ import annotations
@@ -393,101 +393,3 @@ def dense_product(
     }
     grid = (triton.cdiv(m, plan.block_m) * triton.cdiv(n, plan.block_n),)
     return _dense_product.prepare(grid, (a, p1, q1, p2, q2, base, scale, out), options, fixed)
-
-
-@kernel
-def _row_products(
-    first, second, out, M, R, stride_m, stride_r,
-    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    rm = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    p = tl.program_id(1)
-    rows = rm.to(tl.int64)
-    left = tl.load(first + rows * stride_m + p * stride_r, mask=rm < M, other=0.0).to(COMPUTE)
-    for r in tl.range(0, R, BLOCK_R):
-        rr = r + tl.arange(0, BLOCK_R)
-        ok = (rm < M)[:, None] & (rr < R)[None, :]
-        right = _tile(second, rm, rr, ok, stride_m, stride_r).to(COMPUTE).to(tl.float32)
-        value = left.to(tl.float32)[:, None] * right
-        tl.store(out + (rows[:, None] * R + p) * R + rr[None, :], value.to(COMPUTE), mask=ok)
-
-
-@prepared
-def row_products(
-    first: Tensor, second: Tensor, out: Tensor, *, plan: Plan, policy: Policy
-) -> Launch:
-    """out[n, p * r + q] = first[n, p] * second[n, q], rounded to ``policy.compute``.
-
-    ``first`` and ``second`` (n, r) have the same strides; ``out`` (n, r * r) is contiguous.
-
-    Raises:
-        KernelBuildError: the kernel doesn't compile for this device and plan.
-    """
-    m, rank = first.shape
-    options = {
-        "COMPUTE": TL_DTYPE[policy.compute],
-        "BLOCK_M": plan.block_m,
-        "BLOCK_R": plan.block_n,
-        "num_warps": plan.num_warps,
-    }
-    grid = (triton.cdiv(m, plan.block_m), rank)
-    return _row_products.prepare(grid, (first, second, out), options, (m, rank, *first.stride()))
-
-
-@kernel
-def _row_products_grads(
-    grad, first, second, out_1, out_2, M, R, stride_m, stride_r,
-    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    rm = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = rm.to(tl.int64)
-    at = tl.program_id(1)
-    place = rows * stride_m + at * stride_r
-    sum_1 = tl.zeros((BLOCK_M,), tl.float32)
-    sum_2 = tl.zeros((BLOCK_M,), tl.float32)
-    for r in tl.range(0, R, BLOCK_R):
-        rr = r + tl.arange(0, BLOCK_R)
-        ok = (rm < M)[:, None] & (rr < R)[None, :]
-        line = rows[:, None] * R
-        if out_1 is not None:
-            g = tl.load(grad + (line + at) * R + rr[None, :], mask=ok, other=0.0)
-            other = _tile(second, rm, rr, ok, stride_m, stride_r).to(COMPUTE).to(tl.float32)
-            sum_1 += tl.sum(g * other, 1)
-        if out_2 is not None:
-            g = tl.load(grad + (line + rr[None, :]) * R + at, mask=ok, other=0.0)
-            other = _tile(first, rm, rr, ok, stride_m, stride_r).to(COMPUTE).to(tl.float32)
-            sum_2 += tl.sum(g * other, 1)
-    if out_1 is not None:
-        tl.store(out_1 + place, sum_1.to(out_1.dtype.element_ty), mask=rm < M)
-    if out_2 is not None:
-        tl.store(out_2 + place, sum_2.to(out_2.dtype.element_ty), mask=rm < M)
-
-
-@prepared
-def row_products_grads(
-    grad: Tensor,
-    first: Tensor,
-    second: Tensor,
-    out_1: Tensor | None,
-    out_2: Tensor | None,
-    *,
-    plan: Plan,
-    policy: Policy,
-) -> Launch:
-    """The gradients of ``row_products``' operands from ``grad`` (n, r * r), fp32 and contiguous.
-
-    The outputs lie as ``first`` and ``second`` do, are rounded once, and may be None.
-
-    Raises:
-        KernelBuildError: the kernel doesn't compile for this device and plan.
-    """
-    m, rank = first.shape
-    options = {
-        "COMPUTE": TL_DTYPE[policy.compute],
-        "BLOCK_M": plan.block_m,
-        "BLOCK_R": plan.block_n,
-        "num_warps": plan.num_warps,
-    }
-    grid = (triton.cdiv(m, plan.block_m), rank)
-    args = (grad, first, second, out_1, out_2)
-    return _row_products_grads.prepare(grid, args, options, (m, rank, *first.stride()))

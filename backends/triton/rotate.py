@@ -1,4 +1,6 @@
-"""Rotations: what streams, v + v M and v^T g; the solve is in :mod:`.cayley`.
+"""Rotations: what streams, v + v M and v^T g.
+
+The solve is in :mod:`.cayley`; what makes M of its blocks, and leads back, in :mod:`.butterfly`.
 
 Activations (tokens, channels) and weights (channels, columns) go through the same kernels by
 strides: nothing is transposed in memory.
@@ -15,10 +17,19 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 from lycoris.kernels.rotation import FLUSH, Pass
 
-from .cayley import eliminate
+from .butterfly import compose, pack, stage_gradient
+from .cayley import cayley_gradient, eliminate
 from .common import MIN_TRIPLE, TL_DTYPE, kernel
 
-__all__ = ["eliminate", "gram", "rotate"]
+__all__ = [
+    "cayley_gradient",
+    "compose",
+    "eliminate",
+    "gram",
+    "pack",
+    "rotate",
+    "stage_gradient",
+]
 
 
 @triton.jit
@@ -56,7 +67,7 @@ def _tokens(tile, per, tokens, BLOCK: tl.constexpr, EVEN: tl.constexpr):
 
 @kernel
 def _rotate(
-    x, base, extra, rescale, parts, inverse, out,
+    x, base, extra, rescale, parts, power, out,
     tiles, per, tokens, stride_o, stride_t, stride_c,
     unit, stages, low, width, pack, groups, packs,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
@@ -89,8 +100,8 @@ def _rotate(
             at = (PARTS - 1 - part) * tl.cast(packs, tl.int64) * PADDED * PADDED
             factor = tl.load(m + at + zk[:, None] * step_k + zn[None, :] * step_n)
             acc = tl.dot(v, factor, acc, input_precision=PRECISION)
-    if inverse is not None:
-        acc *= tl.load(inverse + which)
+    if power is not None:
+        acc *= tl.load(power + which)
     inside = ok_t[:, None] & ok_n[None, :]
     at = start + n[None, :] * stride_c
     factor = tl.full((BLOCK_N,), 1.0, tl.float32)
@@ -128,7 +139,7 @@ def rotate(
     extra: torch.Tensor | None,
     rescale: torch.Tensor | None,
     parts: torch.Tensor,
-    inverse: torch.Tensor | None,
+    power: torch.Tensor | None,
     out: torch.Tensor,
     part: Pass,
     diff: bool,
@@ -140,7 +151,7 @@ def rotate(
     """out = x M + rescale * extra + (rescale - diff) * base, on the middle axis.
 
     ``x``, ``base``, ``extra`` and ``out`` are contiguous (A, C, B) tensors of any dtypes; x is cast
-    to that of ``parts``, which hold M as ``rotation_algebra.pack`` says, and ``inverse`` with them;
+    to that of ``parts``. Their sum, times ``power`` (packs,) if given, is M, as ``pack`` leaves it;
     M^T where ``transposed``. Without ``rescale`` (C,), that is 1 and ``diff`` nothing. Sums are
     fp32, and rounded once.
 
@@ -172,14 +183,14 @@ def rotate(
         "num_stages": plan.num_stages,
     }
     grid = (tiles * part.packs * (part.padded // plan.block_n),)
-    args = (x, base, extra, rescale, parts, inverse, out)
+    args = (x, base, extra, rescale, parts, power, out)
     launch = _rotate.prepare(grid, args, options, fixed)
     return lambda *args: launch(*args[:7])
 
 
 @kernel
 def _gram(
-    x, g, rescale, parts, inverse, out, total,
+    x, g, rescale, parts, power, out, total,
     tiles, per, tokens, share, stride_o, stride_t, stride_c,
     unit, stages, low, width, pack, groups, packs,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
@@ -208,9 +219,9 @@ def _gram(
         if rescale is not None:
             factor = tl.load(rescale + c, mask=ok_c, other=0.0).to(tl.float32)
             factor -= 1.0 if DIFF else 0.0
-        power = 1.0
-        if inverse is not None:
-            power = tl.load(inverse + which)
+        scaling = 1.0
+        if power is not None:
+            scaling = tl.load(power + which)
     for tile in tl.range(begin, tl.minimum(begin + share, tiles)):
         outer, t, ok_t = _tokens(tile, per, tokens, BLOCK_T, EVEN_T)
         start = outer.to(tl.int64) * stride_o + t * stride_t
@@ -226,7 +237,7 @@ def _gram(
                 step = (PARTS - 1 - k) * tl.cast(packs, tl.int64) * PADDED * PADDED
                 mt = tl.load(m + step + zj[None, :] * PADDED + zc[:, None])
                 acc = tl.dot(grad.to(COMPUTE), mt, acc, input_precision=PRECISION)
-            acc *= power
+            acc *= scaling
             if BASE:
                 own = grad.to(tl.float32)
                 if rescale is None:
@@ -250,7 +261,7 @@ def gram(
     g: torch.Tensor,
     rescale: torch.Tensor | None,
     parts: torch.Tensor | None,
-    inverse: torch.Tensor | None,
+    power: torch.Tensor | None,
     out: torch.Tensor | None,
     total: torch.Tensor,
     part: Pass,
@@ -297,5 +308,5 @@ def gram(
         "num_stages": plan.num_stages,
     }
     grid = (part.packs * (part.padded // plan.block_n) ** 2, plan.splits)
-    launch = _gram.prepare(grid, (x, g, rescale, parts, inverse, out, total), options, fixed)
+    launch = _gram.prepare(grid, (x, g, rescale, parts, power, out, total), options, fixed)
     return lambda *args: launch(*args[:7])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.checks import check_integer, check_tensor
 from .table import OPS
 
 Sizes = int | Sequence[int]
@@ -128,11 +129,12 @@ def loha_conv_apply(
     name = "loha_conv_apply"
     if t1 is not None and t2 is not None:
         n = _dimensions(name, x, ("t1", t1))
-        t1, t2 = _spread(t1, n), _spread(t2, n)
+        t1, t2 = _spread(t1, n), _spread(check_tensor(name, "t2", t2), n)
+        _sized(name, "t1", t1, n, kernel_size)
         kernel: Sequence[int] = t1.shape[2:]
     else:
         n = _dimensions(name, x, ("w1_b", w1_b))
-        inputs = x.shape[1] // groups if groups > 0 else 0
+        inputs = x.shape[1] // groups if check_integer(name, "groups", groups) > 0 else 0
         w1_b = _unflatten(name, "w1_b", w1_b, n, inputs, kernel_size)
         w2_b = _unflatten(name, "w2_b", w2_b, n, inputs, kernel_size)
         kernel = w1_b.shape[2:]
@@ -198,10 +200,11 @@ def lokr_conv_apply(
     n = _dimensions(name, x, (holder, given[holder]))
     if holder == "w2_b":
         blocks = first[-1].shape[-1] if first[-1].dim() else 0
-        inputs = x.shape[1] // (groups * blocks) if groups > 0 and blocks else 0
+        several = check_integer(name, "groups", groups) > 0
+        inputs = x.shape[1] // (groups * blocks) if several and blocks else 0
         given[holder] = _unflatten(name, holder, given[holder], n, inputs, kernel_size)
     else:
-        given[holder] = _spread(given[holder], n)
+        given[holder] = _sized(name, holder, _spread(given[holder], n), n, kernel_size)
     kernel = given[holder].shape[2:]
     x, attributes = _attributes(name, x, n, kernel, stride, padding, dilation, groups)
     order = ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")
@@ -210,6 +213,9 @@ def lokr_conv_apply(
 
 
 def _half(op: str, name: str, half: Half, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
+    if not isinstance(half, Tensor | tuple | list):
+        kind = "None" if half is None else type(half).__name__
+        raise TypeError(f"{op}: {name} is {kind}; expected a tensor or tensors")
     factors = (half,) if isinstance(half, Tensor) else tuple(half)
     if len(factors) not in counts:
         raise ValueError(f"{op}: {name} has {len(factors)} factors; expected {counts}")
@@ -223,10 +229,8 @@ def _half(op: str, name: str, half: Half, counts: tuple[int, ...]) -> tuple[Tens
 def _dimensions(op: str, x: Any, holder: tuple[str, Any]) -> int:
     """The number of spatial dimensions: x's, with which the kernel must agree where it shows."""
     name, weight = holder
-    for what, t in (("x", x), (name, weight)):
-        if not isinstance(t, Tensor):
-            kind = "None" if t is None else type(t).__name__
-            raise TypeError(f"{op}: {what} is {kind}; expected a tensor")
+    check_tensor(op, "x", x)
+    check_tensor(op, name, weight)
     n = x.dim() - 2
     if not 1 <= n <= 3:
         raise ValueError(
@@ -246,12 +250,24 @@ def _spread(weight: Tensor, n: int) -> Tensor:
     return weight[(..., *[None] * n)] if weight.dim() == 2 else weight
 
 
+def _sized(op: str, name: str, weight: Tensor, n: int, kernel_size: Sizes | None) -> Tensor:
+    """The weight, whose own kernel ``kernel_size`` may state once more."""
+    if kernel_size is not None and weight.dim() == n + 2:
+        kernel = _numbers(op, "kernel_size", kernel_size, n)
+        if weight.shape[2:] != kernel:
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(weight.shape)}; expected k = {kernel}, from "
+                "kernel_size, as its last dimensions"
+            )
+    return weight
+
+
 def _unflatten(
     op: str, name: str, weight: Any, n: int, inputs: int, kernel_size: Sizes | None
 ) -> Tensor:
     """(r, inputs * k) as (r, inputs, *kernel)."""
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
-        return weight  # type: ignore[no-any-return]  # checked with the other operands
+    if check_tensor(op, name, weight).dim() != 2:
+        return _sized(op, name, weight, n, kernel_size)
     taps = weight.shape[1] // inputs if inputs else 0
     if kernel_size is not None:
         kernel = _numbers(op, "kernel_size", kernel_size, n)
@@ -260,7 +276,7 @@ def _unflatten(
     count = 1
     for size in kernel:
         count *= size
-    if count < 1 or inputs * count != weight.shape[1]:
+    if min(kernel) < 1 or inputs * count != weight.shape[1]:
         raise ValueError(
             f"{op}: {name} has shape {tuple(weight.shape)}; expected (r, {inputs} * k), {inputs} "
             f"the input channels, k = {count} for a {'x'.join(map(str, kernel))} kernel (other "
@@ -294,8 +310,7 @@ def _attributes(
     """The op's attributes; x padded at its ends where "same" asks for more there."""
     strides = _numbers(op, "stride", stride, n)
     dilations = _numbers(op, "dilation", dilation, n)
-    if isinstance(groups, bool) or not isinstance(groups, int):
-        raise TypeError(f"{op}: groups is {groups!r}; expected an int")
+    check_integer(op, "groups", groups)
     if not isinstance(padding, str):
         return x, (strides, _numbers(op, "padding", padding, n), dilations, groups)
     if padding == "valid":

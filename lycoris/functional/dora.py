@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..kernels.checks import as_float, check_number, check_tensor
 from .table import OPS
 
 Axis = Literal["out", "in"]
@@ -22,9 +23,8 @@ def _flat_magnitude(op: str, weight: Tensor, magnitude: Tensor, axis: str) -> Te
     """
     if axis not in ("out", "in"):
         raise ValueError(f"{op}: axis is {axis!r}; expected 'out' or 'in'")
-    for name, t in (("weight", weight), ("magnitude", magnitude)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name} is {type(t).__name__}; expected a tensor")
+    check_tensor(op, "weight", weight)
+    check_tensor(op, "magnitude", magnitude)
     if weight.dim() < 2:
         raise ValueError(f"{op}: weight has shape {tuple(weight.shape)}; expected (O, I, *k)")
     place = 0 if axis == "out" else 1
@@ -55,6 +55,7 @@ def dora_weight(
     The norm is taken over each row of M (``axis="out"``: all but the first dimension), or over each
     input channel (``axis="in"``: all but the second). It is scaled by the largest element, so that
     one of 1e-30 survives fp32; where it is 0, magnitude / norm and its derivatives are 0.
+    A NaN makes its whole line NaN.
     Sources: Liu et al., 2024 (DoRA); LyCORIS's ``wd_on_out``.
 
     Args:
@@ -124,18 +125,20 @@ def dora_lora_weight(
         ValueError: a shape, device, axis or scale does not fit, or the backend is unknown.
         BackendError: the named backend can't serve the call.
     """
-    magnitude = _flat_magnitude("dora_lora_weight", weight, magnitude, axis)
-    if axis == "in" and isinstance(down, Tensor) and down.dim() > 2:
+    name = "dora_lora_weight"
+    magnitude = _flat_magnitude(name, weight, magnitude, axis)
+    multiplier = as_float(name, "multiplier", check_number(name, "multiplier", multiplier))
+    if axis == "in" and check_tensor(name, "down", down).dim() > 2:
         if down.shape[1:] != weight.shape[1:]:
             raise ValueError(
-                f"dora_lora_weight: down has shape {tuple(down.shape)}; expected (r, *N) with "
+                f"{name}: down has shape {tuple(down.shape)}; expected (r, *N) with "
                 f"N = {tuple(weight.shape[1:])}, from weight"
             )
         down = down.flatten(1)
-    return OPS["dora_lora_weight"](
+    return OPS[name](
         (weight, up, down, magnitude),
         scale,
-        attributes=(axis, float(multiplier), bool(detach_norm)),
+        attributes=(axis, multiplier, bool(detach_norm)),
         backend=backend,
         out_dtype=out_dtype,
     )

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..kernels.checks import check_integer, check_tensor
 from .table import OPS
 
 #: A half: itself, or the two factors of which it is the product.
@@ -29,11 +30,12 @@ def factorization(dimension: int, factor: int = -1) -> tuple[int, int]:
         factor: the largest first factor, or -1 for no limit.
 
     Raises:
+        TypeError: either is no int.
         ValueError: either is out of range.
     """
-    if dimension < 1:
+    if check_integer("factorization", "dimension", dimension) < 1:
         raise ValueError(f"factorization: dimension is {dimension}; expected at least 1")
-    if factor < 1 and factor != -1:
+    if check_integer("factorization", "factor", factor) < 1 and factor != -1:
         raise ValueError(f"factorization: factor is {factor}; expected -1 or at least 1")
     limit = math.isqrt(dimension)
     if factor != -1:
@@ -79,9 +81,15 @@ def lokr_weight(
     """
     halves = _flatten("lokr_weight", w1, w2)
     w2_b, core = halves[5:7]
-    if base is not None and w2_b is not None and core is None and base.dim() > 2:
+    if base is not None and check_tensor("lokr_weight", "base", base).dim() > 2:
         size = math.prod(base.shape[2:])
-        if w2_b.dim() == 2 and size and w2_b.shape[1] % size == 0:
+        if (
+            isinstance(w2_b, Tensor)
+            and core is None
+            and w2_b.dim() == 2
+            and size
+            and w2_b.shape[1] % size == 0
+        ):
             w2_b = w2_b.unflatten(1, (w2_b.shape[1] // size, *base.shape[2:]))
             halves = (*halves[:5], w2_b, core)
     return OPS["lokr_weight"]((*halves, base), scale, backend=backend, out_dtype=out_dtype)
@@ -103,7 +111,8 @@ def lokr_apply(
     compute dtype between them; which half comes first is
     :func:`lycoris.kernels.ops.lokr_apply.w2_first`'s rule. Through a factored W2 x goes by its
     rank: W2's second factor, W1, W2's first factor, each step rounded; a factored W1 is rounded
-    where it enters. A Tucker triple is folded, and the call computed, in fp32.
+    where it enters. A Tucker triple is folded, and the call computed, in fp32. The fused backends
+    mix several tokens in one tile: one that isn't finite may make its neighbours' outputs NaN.
     Source: Yeh et al., 2023 (LyCORIS, LoKr).
 
     Args:

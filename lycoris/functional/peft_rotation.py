@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.checks import check_integer, check_tensor
+
 
 def skew_from_vectors(vectors: Tensor, size: int) -> Tensor:
     """Skew-symmetric blocks from their packed upper triangles.
@@ -24,12 +26,16 @@ def skew_from_vectors(vectors: Tensor, size: int) -> Tensor:
         (n, size, size), Q with Q^T = -Q.
 
     Raises:
+        TypeError: ``vectors`` is no tensor, or ``size`` no int.
         ValueError: the vectors' length isn't that of a block of this size.
     """
+    name = "skew_from_vectors"
+    if check_integer(name, "size", size) < 1:
+        raise ValueError(f"{name}: size is {size}; expected at least 1")
     entries = size * (size - 1) // 2
-    if vectors.dim() != 2 or vectors.shape[1] != entries:
+    if check_tensor(name, "vectors", vectors).dim() != 2 or vectors.shape[1] != entries:
         raise ValueError(
-            f"skew_from_vectors: vectors has shape {tuple(vectors.shape)}; "
+            f"{name}: vectors has shape {tuple(vectors.shape)}; "
             f"expected (n, {entries}) for blocks of {size}"
         )
     rows, columns = torch.triu_indices(size, size, 1, device=vectors.device)
@@ -70,10 +76,13 @@ def cayley_neumann(skew: Tensor, terms: int = 5) -> Tensor:
         (..., s, s), in the dtype of ``skew``.
 
     Raises:
-        ValueError: ``terms`` is negative.
+        TypeError: ``skew`` is no tensor, or ``terms`` no int.
+        ValueError: ``terms`` is negative, or the blocks are not square.
     """
-    if terms < 0:
-        raise ValueError(f"cayley_neumann: terms is {terms}; expected at least 0")
+    name = "cayley_neumann"
+    if check_integer(name, "terms", terms) < 0:
+        raise ValueError(f"{name}: terms is {terms}; expected at least 0")
+    _check_square(name, "skew", check_tensor(name, "skew", skew))
     eye = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
     # Horner: one product a term, and the small terms are added first.
     series = eye.expand_as(skew)
@@ -96,16 +105,25 @@ def rotate_input(x: Tensor, rotations: Tensor) -> Tensor:
         Of x's shape.
 
     Raises:
-        ValueError: the blocks don't cover the axis.
+        TypeError: an operand is no tensor.
+        ValueError: the blocks aren't (n, s, s), or don't cover the axis.
     """
+    name = "rotate_input"
+    _check_square(name, "rotations", check_tensor(name, "rotations", rotations), 3)
     n, size = rotations.shape[:2]
-    if x.shape[-1] != n * size:
+    if check_tensor(name, "x", x).dim() < 1 or x.shape[-1] != n * size:
         raise ValueError(
-            f"rotate_input: x has shape {tuple(x.shape)}; expected (..., {n * size}) for "
+            f"{name}: x has shape {tuple(x.shape)}; expected (..., {n * size}) for "
             f"{n} blocks of {size}"
         )
     blocks = x.unflatten(-1, (n, size))
     return torch.einsum("...ni,nij->...nj", blocks, rotations.to(x.dtype)).flatten(-2)
+
+
+def _check_square(op: str, name: str, t: Tensor, dims: int | None = None) -> None:
+    if t.dim() < 2 or dims not in (None, t.dim()) or t.shape[-1] != t.shape[-2]:
+        wanted = "(..., s, s)" if dims is None else "(n, s, s)"
+        raise ValueError(f"{op}: {name} has shape {tuple(t.shape)}; expected {wanted}")
 
 
 def butterfly_permutation(channels: int, size: int, stage: int) -> Tensor:
@@ -125,12 +143,18 @@ def butterfly_permutation(channels: int, size: int, stage: int) -> Tensor:
         ``argsort()`` undoes it.
 
     Raises:
-        ValueError: the size is odd, or a stage's runs do not divide the channels.
+        TypeError: a number is no int.
+        ValueError: one is out of range, the size is odd, or a stage's runs do not divide the
+            channels.
     """
+    name = "butterfly_permutation"
+    for what, value, least in (("channels", channels, 0), ("size", size, 1), ("stage", stage, 0)):
+        if check_integer(name, what, value) < least:
+            raise ValueError(f"{name}: {what} is {value}; expected at least {least}")
     run = size << stage
     if size % 2 or channels % run:
         raise ValueError(
-            f"butterfly_permutation: runs of {size} * 2^{stage} channels, of blocks of an even "
+            f"{name}: runs of {size} * 2^{stage} channels, of blocks of an even "
             f"size, must divide {channels}"
         )
     return torch.arange(channels).view(-1, 2, run // 2).transpose(1, 2).flatten()

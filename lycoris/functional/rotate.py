@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.checks import as_float, check_integer
 from .table import OPS
 
 
@@ -15,7 +16,7 @@ def _attributes(op: str, constraint: float | None, diff: bool) -> tuple[float | 
             raise TypeError(f"{op}: constraint is {kind}; expected a number or None")
         if not constraint >= 0:
             raise ValueError(f"{op}: constraint is {constraint}; expected a number of at least 0")
-        constraint = float(constraint)
+        constraint = as_float(op, "constraint", constraint)
     return constraint, bool(diff)
 
 
@@ -34,7 +35,7 @@ def _on_axis(
     if not isinstance(y, Tensor) or y.layout is not torch.strided:
         views = y  # the op's own check says what is wrong
     else:
-        if not -y.dim() <= axis < y.dim():
+        if not -y.dim() <= check_integer(op, "axis", axis) < y.dim():
             raise ValueError(
                 f"{op}: axis is {axis}; expected one of y's {y.dim()}, of shape {tuple(y.shape)}"
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.checks import check_integer, check_tensor
+from ..kernels.shapes import outermost_first
 from .table import OPS
 
 
@@ -12,8 +14,7 @@ def _order(t: Tensor) -> list[int] | None:
     """The permutation that makes a dense tensor contiguous; None where nothing is to be done."""
     if t.is_contiguous():
         return None
-    strides = t.stride()
-    order = sorted(range(t.dim()), key=lambda i: -strides[i])
+    order = outermost_first(t)
     return order if t.permute(order).is_contiguous() else None
 
 
@@ -37,7 +38,8 @@ def ia3_scale(
 
     Args:
         v: an activation or a weight of any shape; of any dense layout, which the result keeps.
-        scale: (C,), C the size of ``axis``, or that with ones around it, as (1, C, 1, 1).
+        scale: (C,), C the size of ``axis``, or that with ones around it, as (1, C, 1, 1); where it
+            has as many dimensions as ``v``, C must be at ``axis``.
         axis: the dimension of ``v`` that is scaled.
         multiplier: a number or a 0-d tensor, applied in fp32.
         diff: return ``v * multiplier * scale[c]``, the difference to ``v``.
@@ -52,24 +54,26 @@ def ia3_scale(
         ValueError: a shape, axis, device or multiplier does not fit, or the backend is unknown.
         BackendError: the named backend can't serve the call.
     """
-    dims = v.dim()
-    if not -dims <= axis < dims:
+    dims = check_tensor("ia3_scale", "v", v).dim()
+    if not -dims <= check_integer("ia3_scale", "axis", axis) < dims:
         raise ValueError(
             f"ia3_scale: axis is {axis}; expected one of the {dims} dimensions of v, which has "
             f"shape {tuple(v.shape)}"
         )
     axis %= dims
-    if scale.dim() > 1:
-        if sorted(scale.shape)[-2] != 1:
+    if check_tensor("ia3_scale", "scale", scale).dim() > 1:
+        places = [i for i, n in enumerate(scale.shape) if n != 1]
+        # A (C, 1) for the rows of a square weight must not scale its columns.
+        if len(places) > 1 or (scale.dim() == dims and places not in ([], [axis])):
             raise ValueError(
                 f"ia3_scale: scale has shape {tuple(scale.shape)}; expected ({v.shape[axis]},), "
-                "or that with ones around it"
+                f"or that with ones around it, for axis {axis} of v, of shape {tuple(v.shape)}"
             )
         scale = scale.reshape(-1)
     order = _order(v)
     if order is not None:
         v, axis = v.permute(order), order.index(axis)
-    attributes = (axis - dims, diff)
+    attributes = (axis - dims, bool(diff))
     out = OPS["ia3_scale"](
         (v, scale), multiplier, attributes=attributes, backend=backend, out_dtype=out_dtype
     )
@@ -101,7 +105,10 @@ def add_scaled(
         ValueError: a shape, device or scale does not fit, or the backend is unknown.
         BackendError: the named backend can't serve the call.
     """
-    order = _order(base) if base.stride() == delta.stride() else None
+    check_tensor("add_scaled", "base", base)
+    check_tensor("add_scaled", "delta", delta)
+    alike = base.shape == delta.shape and base.stride() == delta.stride()
+    order = _order(base) if alike else None
     if order is not None:
         base, delta = base.permute(order), delta.permute(order)
     out = OPS["add_scaled"]((delta, base), scale, backend=backend, out_dtype=out_dtype)
@@ -136,10 +143,10 @@ def merge_(
             memory, or the backend is unknown.
         BackendError: the named backend can't serve the call.
     """
-    order = _order(weight)
-    target, delta = weight, delta.detach()
+    check_tensor("merge_", "weight", weight)
+    target, delta = weight, check_tensor("merge_", "delta", delta).detach()
+    order = _order(weight) if weight.shape == delta.shape else None
     if order is not None:
-        target = weight.permute(order)
-        delta = delta.permute(order) if delta.dim() == weight.dim() else delta
+        target, delta = weight.permute(order), delta.permute(order)
     OPS["merge_"]((target, delta), multiplier, backend=backend)
     return weight

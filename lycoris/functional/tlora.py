@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.checks import check_tensor
 from .table import OPS
 
 
-def _row(t: Tensor) -> Tensor:
+def _row(op: str, name: str, t: Tensor) -> Tensor:
     """(1, r), as T-LoRA's files and modules hold it, as (r,)."""
-    return t.squeeze(0) if t.dim() == 2 else t
+    return t.squeeze(0) if check_tensor(op, name, t).dim() == 2 else t
 
 
-def _rows(mask: Tensor) -> Tensor:
-    return mask[None] if mask.dim() == 1 else mask
+def _rows(op: str, mask: Tensor) -> Tensor:
+    return mask[None] if check_tensor(op, "mask", mask).dim() == 1 else mask
 
 
 def tlora_weight(
@@ -56,8 +57,10 @@ def tlora_weight(
         ValueError: a shape, device or scale does not fit, or the backend is unknown.
         BackendError: the named backend can't serve the call.
     """
-    operands = (q, p, _row(lam), q0, p0, _row(lam0), _rows(mask))
-    return OPS["tlora_weight"](operands, scale, backend=backend, out_dtype=out_dtype)
+    name = "tlora_weight"
+    first, before = _row(name, "lam", lam), _row(name, "lam0", lam0)
+    operands = (q, p, first, q0, p0, before, _rows(name, mask))
+    return OPS[name](operands, scale, backend=backend, out_dtype=out_dtype)
 
 
 def tlora_apply(
@@ -100,5 +103,7 @@ def tlora_apply(
         ValueError: a shape, device or scale does not fit, or the backend is unknown.
         BackendError: the named backend can't serve the call.
     """
-    operands = (x, q, p, _row(lam), q0, p0, _row(lam0), _rows(mask))
-    return OPS["tlora_apply"](operands, scale, backend=backend, out_dtype=out_dtype)
+    name = "tlora_apply"
+    first, before = _row(name, "lam", lam), _row(name, "lam0", lam0)
+    operands = (x, q, p, first, q0, p0, before, _rows(name, mask))
+    return OPS[name](operands, scale, backend=backend, out_dtype=out_dtype)

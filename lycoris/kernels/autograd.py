@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import config, registry
-from .call import Call, Operands, Scale, check_operands, check_scale, check_target, resolve_policy
+from .call import (
+    Call,
+    Operands,
+    Scale,
+    check_operands,
+    check_scale,
+    check_target,
+    first_tensor,
+    resolve_policy,
+)
 from .library import LibraryOp
 from .precision import Policy, autocast_dtype, tf32_allowed
 from .spec import OpSpec
@@ -108,8 +117,8 @@ class Op:
             BackendError: the named backend can't serve the call.
         """
         override = backend or registry.context_override()
-        first = operands[0]
-        kind = first.device.type if isinstance(first, Tensor) else "cpu"
+        first = first_tensor(operands)
+        kind = "cpu" if first is None else first.device.type
         autocast = autocast_dtype(kind)
         if torch.compiler.is_compiling() or (
             torch._C._len_torch_dispatch_stack() and not torch._C._are_functorch_transforms_active()

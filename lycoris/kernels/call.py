@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +15,24 @@ import torch
 from torch import Tensor
 
 from . import config, registry
+from .checks import as_float, check_number, check_tensor
 from .errors import BackendError, KernelBuildError
 from .formula import Formula, recording
 from .precision import Policy, resolve
 from .schedule import Schedule, Script
-from .shapes import Binding, parse
+from .shapes import Binding, outermost_first, parse
 from .spec import OpSpec
 
 Operands = Sequence[Tensor | None]
 Scale = float | Tensor
+
+
+def first_tensor(operands: Operands) -> Tensor | None:
+    """The first operand that is there: an optional one that leads may be absent."""
+    for t in operands:
+        if isinstance(t, Tensor):
+            return t
+    return None
 
 
 def check_operands(spec: OpSpec, operands: Operands) -> torch.device:
@@ -39,11 +47,7 @@ def check_operands(spec: OpSpec, operands: Operands) -> torch.device:
     for operand, t in zip(spec.operands, operands, strict=True):
         if t is None and operand.optional:
             continue
-        if not isinstance(t, Tensor):
-            kind = "None" if t is None else type(t).__name__
-            raise TypeError(f"{spec.name}: {operand.name} is {kind}; expected a tensor")
-        if t.layout is not torch.strided or t.is_nested:
-            raise TypeError(f"{spec.name}: {operand.name} is {t.layout}; expected a dense tensor")
+        t = check_tensor(spec.name, operand.name, t)
         if device is None:
             device, first = t.device, operand.name
         elif t.device != device:
@@ -90,13 +94,7 @@ def check_scale(spec: OpSpec, scale: Any) -> Scale:
                 "multiply an operand by it instead"
             )
         return scale
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        if isinstance(scale, bool) or not isinstance(scale, Real):
-            raise TypeError(f"{where} is {type(scale).__name__}; expected a number or a 0-d tensor")
-        scale = float(scale)
-    if scale != scale:  # math.isnan would break a traced graph
-        raise ValueError(f"{where} is NaN; expected a number")
-    return scale
+    return check_number(spec.name, spec.factor, scale, "a number or a 0-d tensor")
 
 
 def check_target(spec: OpSpec, operands: Operands) -> None:
@@ -111,7 +109,8 @@ def check_target(spec: OpSpec, operands: Operands) -> None:
         kind = "is a leaf that requires" if t.is_leaf else "requires"
         raise RuntimeError(f"{where} {kind} a gradient; change it in place under torch.no_grad()")
     reach = 0
-    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+    for i in reversed(outermost_first(t)):
+        stride, size = t.stride(i), t.shape[i]
         if size > 1:
             if stride <= reach:
                 raise ValueError(
@@ -174,12 +173,9 @@ class Call:
         Raises:
             ValueError: a tensor on another device.
         """
-        where = f"{self.spec.name}: {self.spec.factor}"
         if not isinstance(scale, Tensor):
-            try:
-                return float(scale)
-            except OverflowError:
-                raise ValueError(f"{where} is beyond a float's range") from None
+            return as_float(self.spec.name, self.spec.factor, scale)
+        where = f"{self.spec.name}: {self.spec.factor}"
         if scale.device != self.device:
             if scale.device.type != "cpu":
                 raise ValueError(f"{where} is on {scale.device}; expected {self.device} or cpu")

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call, Operands, Scale, check_operands, check_scale, check_target, resolve_policy
+from .call import (
+    Call,
+    Operands,
+    Scale,
+    check_operands,
+    check_scale,
+    check_target,
+    first_tensor,
+    resolve_policy,
+)
 from .formula import Formula
 from .precision import Policy, tf32_allowed
 from .shapes import parse
@@ -87,8 +96,8 @@ class LibraryOp:
         """The scale as a 0-d tensor beside the operands, without a guard on its value."""
         if isinstance(scale, Tensor):
             return scale
-        first = operands[0]
-        if not isinstance(first, Tensor):
+        first = first_tensor(operands)
+        if first is None:
             check_operands(self.spec, operands)  # raises
         assert first is not None
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32

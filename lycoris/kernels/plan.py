@@ -75,24 +75,25 @@ def matmul(
         block_m = min(tall, max(16, power_of_2(m)))
         return Plan(block_m, 128, block_k, warps, 1 if k <= block_k else 2, 1, dynamic)
     block_n = min(max(16, power_of_2(n)), 32 if wide else 64)  # of more, odd operands would spill
-    columns = _tiles(n, block_n)
+    columns = tile_count(n, block_n)
     if transposed and k >= 4 * CHUNK:  # the tokens are summed: long rows of few columns each
         block_m, block_k = min(128, max(16, power_of_2(m))), 32 if wide else 64
-        tiles = _tiles(m, block_m) * columns
+        tiles = tile_count(m, block_m) * columns
         splits = max(1, min(units // tiles, k // (2 * CHUNK), 32))
         return Plan(block_m, block_n, block_k, 8, 3 if wide else 4, splits, dynamic)
     # A longer fp32 tile is faster, and its chain of truncating TF32 products breaks the bound.
     block_k = min(32 if wide else 128 if block_n == 16 else 64, max(16, power_of_2(k)))
     block_m, stages = min(64, max(16, power_of_2(m))), 4
-    if block_m == 64 and not wide and 4 * _tiles(m, 64) * columns < 3 * units:
+    if block_m == 64 and not wide and 4 * tile_count(m, 64) * columns < 3 * units:
         block_m = 32
         stages = 6 if block_n == 16 else 4  # half the tile: as many bytes in flight
-    tiles = _tiles(m, block_m) * columns
+    tiles = tile_count(m, block_m) * columns
     # A split pays for its second pass only where the reduction is long and the device idle.
     splits = min(units // tiles, k // (2 * CHUNK), 16) if k >= 4 * CHUNK and tiles < units else 1
     warps = 8 if wide and block_n > 16 else 4
     return Plan(block_m, block_n, block_k, warps, stages, max(1, splits), dynamic)
 
 
-def _tiles(size: int, block: int) -> int:
+def tile_count(size: int, block: int) -> int:
+    """How many tiles of ``block`` cover ``size``."""
     return -(-size // block)

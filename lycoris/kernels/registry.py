@@ -67,6 +67,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 _plug_ins: dict[str, str] | None = None
 _loaded: dict[str, ModuleType | str] = {}
+#: (backend's module, family) -> its module of launchers: looked up for every launch.
+_families: dict[tuple[ModuleType, str], ModuleType] = {}
 _failed: dict[tuple[Any, ...], str] = {}
 _logged: set[tuple[str, str, str]] = set()
 #: Grows whenever an earlier choice may no longer hold.
@@ -98,6 +100,7 @@ def refresh() -> None:
     with _lock:
         _plug_ins = None
         _loaded.clear()
+        _families.clear()
         _failed.clear()
         _logged.clear()
         generation += 1
@@ -139,9 +142,14 @@ def _import(path: str) -> ModuleType | str:
 
 def kernels(module: ModuleType, family: str) -> ModuleType | str:
     """The module of one family's launchers, or the reason there is none."""
-    name = f"{module.__name__}.{family}"
+    found = _families.get((module, family))
+    if found is not None:
+        return found
     try:
-        return importlib.import_module(name)  # which waits where another thread is importing it
+        # Waits where another thread is importing it.
+        found = importlib.import_module(f"{module.__name__}.{family}")
+        _families[module, family] = found
+        return found
     except ModuleNotFoundError as error:
         return f"no kernels for the {family} family: {error}"
     # As above: a broken family must not break the rest.

@@ -99,8 +99,8 @@ def versions() -> dict[str, str | None]:
         "lycoris": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
-        "tilelang": _version("tilelang"),
+        # A backend in the tree is named after the language it is written in.
+        **{n: _version(n) for n in registry.BUILT_IN if n != registry.FORMULA},
         "cuda": torch.version.cuda,
         "driver": found,
     }

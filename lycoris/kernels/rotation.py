@@ -104,11 +104,30 @@ def passes(stages: int, size: int, channels: int, butterfly: bool) -> tuple[Pass
 
 
 def solve_plan(size: int, device: torch.device) -> Plan:
-    """block_m: blocks solved side by side; block_n: columns of a tile."""
+    """block_m: blocks solved, or led back, side by side; block_n: columns of a tile."""
     simulated = not multiprocessors(device)
     tile = min(TILE // 2 if simulated else TILE, power_of_2(size))
     elements = 4096 if simulated else 1024  # an interpreter pays by the operation
     return Plan(max(1, elements // (tile * tile)), tile, tile, 4, 1)
+
+
+def compose_plan(part: Pass, device: torch.device) -> Plan:
+    """block_m: rows of a pass's matrix that go through its stages together."""
+    simulated = not multiprocessors(device)
+    return Plan(64 if simulated else 8, power_of_2(part.width), 1, 4, 1)
+
+
+def pack_plan(part: Pass, device: torch.device) -> Plan:
+    """block_m: rows of a pack that are stored together."""
+    simulated = not multiprocessors(device)
+    rows = 64 if simulated else max(1, 2048 // part.padded)
+    return Plan(min(part.padded, rows), part.padded, 1, 4, 1)
+
+
+def stage_plan(part: Pass, device: torch.device) -> Plan:
+    """block_n entries of a stage's gradient at once, block_k of the rows that they sum."""
+    simulated = not multiprocessors(device)
+    return Plan(1, 1024 if simulated else 256, 32 if simulated else 8, 4, 1)
 
 
 def rotate_plan(

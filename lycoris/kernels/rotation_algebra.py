@@ -1,9 +1,8 @@
-"""What precedes and follows the streaming kernels of a rotation: small matrices, in fp64.
+"""What small matrices need of plain torch operations between a rotation's kernels, in fp64.
 
-From D = R - I of every block to the dense matrix M of every group of channels, and from M's
-gradient back to the blocks'. All of it is batched products and element-wise torch operations on
-the call's device, of some groups x width x width elements: it waits for nothing, can be captured
-in a CUDA graph, and no TF32 setting reaches it.
+All of it is batched products and element-wise operations on the call's device: it waits for
+nothing, can be captured in a CUDA graph, and no TF32 setting reaches it. The common path, blocks
+of up to 32 without constraint or rescale in bf16 or fp32, takes one of these, :func:`unpack`.
 """
 
 from __future__ import annotations
@@ -13,102 +12,37 @@ from torch import Tensor
 
 from .rotation import Pass
 
-Scale = float | Tensor
+# -------------------------------------------------------------------------- the constraint
 
 
-def skew(blocks: Tensor) -> Tensor:
+def _skew(blocks: Tensor) -> Tensor:
     """Q = B - B^T of every block."""
     wide = blocks.double()
     return wide - wide.mT
 
 
-def factor(q: Tensor, constraint: float) -> Tensor:
-    """What the constraint multiplies Q by: 0-d, on the device."""
-    return (constraint / torch.linalg.vector_norm(q).clamp(min=1e-300)).clamp(max=1.0)
+def held(blocks: Tensor, constraint: float | None) -> Tensor | None:
+    """What the constraint multiplies Q by: 0-d, on the device; None without a constraint."""
+    if constraint is None:
+        return None
+    norm = torch.linalg.vector_norm(_skew(blocks)).clamp(min=1e-300)
+    return (constraint / norm).clamp(max=1.0)
 
 
-# ------------------------------------------------------- stages, and a pass's matrix
+def through_norm(found: Tensor, blocks: Tensor, factor: Tensor) -> Tensor:
+    """The gradient of B from that of the held Q, less its transpose: ``factor`` depends on Q."""
+    q = _skew(blocks)
+    radial = (found * q).sum() / q.square().sum().clamp(min=1e-300)
+    return factor * (found - torch.where(factor < 1, radial, 0.0) * q)
 
 
-def _entries(dense: Tensor, part: Pass, stage: int) -> Tensor:
-    """A view of (groups, width, width) that holds a butterfly stage's blocks, in their order.
-
-    Rows are inputs and columns outputs: a block's last index, which is contracted, is a row.
-    """
-    high, low = part.stages - 1 - stage, stage
-    sides = (1 << high, 2, 1 << low, part.unit)
-    view = dense.view(-1, part.low, *sides, *sides)
-    # Stages mix neither the units beyond a block (high) nor those between (low).
-    view = view.diagonal(dim1=2, dim2=6).diagonal(dim1=3, dim2=6)
-    return view.permute(0, 6, 7, 1, 5, 4, 3, 2)
-
-
-def _stage(scaled: Tensor, part: Pass, stage: int) -> Tensor:
-    """The matrix less I of one stage, over every group."""
-    dense = scaled.new_zeros(part.groups, part.width, part.width)
-    entries = _entries(dense, part, stage)
-    entries.copy_(scaled[part.first + stage].view(entries.shape))
-    return dense
-
-
-def products(delta: Tensor, scale: Scale, part: Pass) -> list[Tensor]:
-    """The products, less I, of a pass's first 1, 2, ... stages I + scale * D.
-
-    Args:
-        delta: (stages, n, s, s), D of every block.
-        scale: multiplies D.
-        part: the pass.
-
-    Returns:
-        One (groups, width, width) a stage of the pass; the last is M.
-    """
-    scaled = delta * scale
-    if not part.butterfly:
-        return [scaled[0]]
-    found = [_stage(scaled, part, 0)]
-    for at in range(1, part.stages):
-        before, stage = found[-1], _stage(scaled, part, at)
-        found.append(torch.baddbmm(before + stage, before, stage))
-    return found
-
-
-def stage_gradients(
-    grad: Tensor, found: list[Tensor], delta: Tensor, scale: Scale, part: Pass, deltas: Tensor
-) -> None:
-    """From M's gradient to that of D of a pass's stages, into ``deltas``, which is like ``delta``.
-
-    ``found`` is what :func:`products` returned.
-    """
-    if not part.butterfly:
-        torch.mul(grad, scale, out=deltas[0])
-        return
-    scaled = delta * scale
-    for at in reversed(range(part.stages)):
-        own = torch.baddbmm(grad, found[at - 1].mT, grad) if at else grad
-        entries = _entries(own, part, at) * scale
-        deltas[part.first + at].view(entries.shape).copy_(entries)
-        if at:
-            grad = torch.baddbmm(grad, grad, _stage(scaled, part, at).mT)
-
-
-def blocks_gradient(
-    blocks: Tensor, delta: Tensor, deltas: Tensor, constraint: float | None, out: Tensor
-) -> None:
-    """The gradient of the blocks from that of D: dD = 2 N dQ N with N = (I - Q)^-1 = I + D / 2.
-
-    D is needed in fp64: for large Q, N is small, and what it loses to I is then what D can spare.
-    """
-    inverse = delta.reshape(-1, *delta.shape[-2:]) * 0.5
+def cayley_gradient(delta: Tensor, deltas: Tensor) -> Tensor:
+    """dQ - dQ^T from dD, (n, s, s) both, for blocks too large for the kernel of that name."""
+    inverse = delta * 0.5
     inverse.diagonal(dim1=1, dim2=2).add_(1.0)
-    half = torch.bmm(inverse.mT, deltas.reshape(inverse.shape))
+    half = torch.bmm(inverse.mT, deltas)
     inward = torch.bmm(half, inverse.mT).mul_(2.0)
-    found = (inward - inward.mT).view(blocks.shape)
-    if constraint is not None:
-        q = skew(blocks)
-        held = factor(q, constraint)
-        radial = (found * q).sum() / q.square().sum().clamp(min=1e-300)
-        found = held * (found - torch.where(held < 1, radial, 0.0) * q)
-    out.copy_(found)
+    return inward - inward.mT
 
 
 # ---------------------------------------------------------------- channels and packs
@@ -139,32 +73,26 @@ def _diagonal(packed: Tensor, part: Pass) -> Tensor:
     return inner.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
-def pack(matrix: Tensor, part: Pass, parts: Tensor) -> Tensor | None:
-    """M of every pack into ``parts`` (parts, packs, padded, padded), whose sum it is.
+def power(matrix: Tensor, part: Pass) -> Tensor:
+    """A power of two for each pack, (packs,) fp32, by which its largest entry is near 16.
 
-    Returns:
-        Where the parts are fp16, which has too few exponents for M and its low part: they hold M
-        times a power of two, and this is its inverse, (packs,) fp32.
+    fp16 has too few exponents for M and its low part: they are kept divided by it.
     """
+    top = torch.linalg.vector_norm(matrix, torch.inf, dim=(1, 2))
+    # A group that isn't finite is its own fault: it says nothing about the rest of its pack.
+    top = torch.where(top.isfinite(), top, 4.0).clamp(2.0**-99, 2.0**99)
     spare = part.packs * part.pack - part.groups
     if spare:
-        matrix = torch.cat((matrix, matrix.new_zeros(spare, part.width, part.width)))
-    matrix = matrix.reshape(part.packs, part.pack, part.width, part.width)
-    inverse = None
-    if parts.dtype is torch.float16:
-        # A power of two that puts the pack's largest entry near 16; one that isn't finite is out.
-        top = matrix.nan_to_num(0.0, 0.0, 0.0).abs().amax((1, 2, 3)).clamp(2.0**-99, 2.0**99)
-        power = top / torch.frexp(top).mantissa / 16  # exact
-        matrix = matrix / power[:, None, None, None]
-        inverse = power.float()
-    parts.zero_()
-    for piece in _diagonal(parts, part):
-        piece.copy_(matrix)
-        matrix = matrix - piece
-    return inverse
+        top = torch.cat((top, top.new_full((spare,), 2.0**-99)))
+    top = top.view(part.packs, part.pack).amax(1)
+    return (top / torch.frexp(top).mantissa / 16).float()  # exact
 
 
-def unpack(total: Tensor, part: Pass) -> Tensor:
-    """The sum of shares of v^T g, (shares, packs, padded, padded), by group, in fp64."""
-    summed = _diagonal(total, part).sum(0, dtype=torch.float64)
-    return summed.reshape(-1, part.width, part.width)[: part.groups]
+def unpack(total: Tensor, part: Pass, out: Tensor) -> None:
+    """The sum of shares of v^T g, (shares, packs, padded, padded), by group into ``out``, fp64."""
+    shares = _diagonal(total, part)
+    if part.packs * part.pack == part.groups:
+        torch.sum(shares, 0, dtype=torch.float64, out=out.view(shares.shape[1:]))
+    else:
+        summed = shares.sum(0, dtype=torch.float64)
+        out.copy_(summed.reshape(-1, part.width, part.width)[: part.groups])

@@ -15,43 +15,108 @@ import torch
 from torch import Tensor
 
 from . import rotation_algebra as algebra
-from .rotation import Pass, fuses, gram_plan, passes, rotate_plan, solve_plan
-from .rotation_algebra import Scale
+from .rotation import (
+    Pass,
+    compose_plan,
+    fuses,
+    gram_plan,
+    pack_plan,
+    passes,
+    rotate_plan,
+    solve_plan,
+    stage_plan,
+)
 from .schedule import Schedule
+
+Scale = float | Tensor
 
 
 def _solve(run: Schedule, blocks: Tensor, constraint: float | None, delta: Tensor) -> None:
     """D of every block into ``delta``: one launch, or several for a large block."""
     size = blocks.shape[-1]
-    q = algebra.skew(blocks)
-    if constraint is not None:
-        q *= algebra.factor(q, constraint)
-    q, delta = q.view(-1, size, size), delta.view(-1, size, size)
+    held = algebra.held(blocks, constraint)
+    leaf, delta = blocks.reshape(-1, size, size), delta.view(-1, size, size)
     plan = solve_plan(size, run.device)
     steps = -(-size // plan.block_n)
     source: Tensor | None = None
     for step in range(steps):
         last = step == steps - 1
-        target = delta if last else run.empty((q.shape[0], size, 2 * size), torch.float64)
-        run.launch("rotate", "eliminate", q, source, target, step, tiles=plan)
+        target = delta if last else run.empty((leaf.shape[0], size, 2 * size), torch.float64)
+        run.launch("rotate", "eliminate", leaf, held, source, target, step, tiles=plan)
         source = target
+
+
+def _blocks_gradient(
+    run: Schedule,
+    blocks: Tensor,
+    delta: Tensor,
+    deltas: Tensor,
+    constraint: float | None,
+    out: Tensor,
+) -> None:
+    """The gradient of the blocks from that of D: dD = 2 N dQ N with N = (I - Q)^-1 = I + D / 2.
+
+    D is needed in fp64: for large Q, N is small, and what it loses to I is then what D can spare.
+    """
+    size = blocks.shape[-1]
+    delta, deltas = delta.view(-1, size, size), deltas.view(-1, size, size)
+    plan = solve_plan(size, run.device)
+    held = algebra.held(blocks, constraint)
+    if size > plan.block_n:
+        found = algebra.cayley_gradient(delta, deltas)
+    else:
+        plain = held is None
+        found = out if plain else run.empty(tuple(delta.shape), torch.float64)
+        leaf = found.view(-1, size, size)
+        run.launch("rotate", "cayley_gradient", delta, deltas, leaf, tiles=plan)
+        if plain:
+            return
+    found = found.view(blocks.shape)
+    out.copy_(found if held is None else algebra.through_norm(found, blocks, held))
+
+
+def _products(run: Schedule, scaled: Tensor, part: Pass) -> Tensor:
+    """The products, less I, of a pass's first 1, 2, ... stages: (stages, groups, width, width).
+
+    The last is M. Rows are inputs and columns outputs.
+    """
+    if not part.butterfly:
+        return scaled
+    found = run.empty((part.stages, part.groups, part.width, part.width), torch.float64)
+    plan = compose_plan(part, run.device)
+    run.launch("rotate", "compose", scaled, found, part, False, tiles=plan)
+    return found
+
+
+def _stage_gradients(
+    run: Schedule, grads: Tensor, found: Tensor, scaled: Tensor, part: Pass, deltas: Tensor
+) -> None:
+    """From M's gradient, the last of ``grads``, to that of a pass's stages, into ``deltas``.
+
+    ``grads`` (stages, groups, width, width) takes the gradients of the shorter products too.
+    """
+    if part.stages > 1:
+        plan = compose_plan(part, run.device)
+        run.launch("rotate", "compose", scaled, grads, part, True, tiles=plan)
+    plan = stage_plan(part, run.device)
+    run.launch("rotate", "stage_gradient", found, grads, deltas, part, tiles=plan)
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrices:
     """M of every pack of a pass, its columns times rescale, as the kernels read it.
 
-    ``parts``: (parts, packs, padded, padded), whose sum is M, in the compute dtype; fp16's times a
-    power of two, of which ``inverse`` (packs,) is the inverse.
+    ``parts``: (parts, packs, padded, padded), whose sum is M, in the compute dtype; fp16's is M
+    divided by a power of two, ``power`` (packs,).
     """
 
     parts: Tensor
-    inverse: Tensor | None
+    power: Tensor | None
 
 
 def _matrices(
     run: Schedule,
-    found: list[Tensor],
+    matrix: Tensor,
     rescale: Tensor | None,
     part: Pass,
     compute: torch.dtype,
@@ -60,10 +125,11 @@ def _matrices(
     """``wide``: in as many parts as fp32 has digits."""
     count = 1 if compute is torch.float32 else 3 if wide else 2
     parts = run.empty((count, part.packs, part.padded, part.padded), compute)
-    matrix = found[-1]
     if rescale is not None:
         matrix = matrix * algebra.by_position(rescale, part)[:, None]
-    return _Matrices(parts, algebra.pack(matrix, part, parts))
+    power = algebra.power(matrix, part) if compute is torch.float16 else None
+    run.launch("rotate", "pack", matrix, power, parts, part, tiles=pack_plan(part, run.device))
+    return _Matrices(parts, power)
 
 
 def _rotate(
@@ -82,15 +148,22 @@ def _rotate(
     assert m is not None  # made wherever something is streamed
     tokens = x.shape[0] * x.shape[2]
     plan = rotate_plan(part, tokens, m.parts.dtype, rescale is not None, run.device)
-    args = (x, base, extra, rescale, m.parts, m.inverse, out, part, diff, transposed)
+    args = (x, base, extra, rescale, m.parts, m.power, out, part, diff, transposed)
     run.launch("rotate", "rotate", *args, tiles=plan)
 
 
-def _passes(blocks: Tensor, delta: Tensor, channels: int) -> tuple[tuple[Pass, ...], Tensor]:
-    """The passes of a call, and ``delta`` as (stages, n, size, size)."""
+def _passes(
+    blocks: Tensor, delta: Tensor, scale: Scale, channels: int
+) -> tuple[tuple[Pass, ...], Tensor]:
+    """The passes of a call, and scale * D of every block, (stages, n, size, size)."""
     size, butterfly = blocks.shape[-1], blocks.dim() == 4
     stages = blocks.shape[0] if butterfly else 1
-    return passes(stages, size, channels, butterfly), delta.view(stages, -1, size, size)
+    delta = delta.view(stages, -1, size, size)
+    return passes(stages, size, channels, butterfly), delta if _is_one(scale) else delta * scale
+
+
+def _is_one(scale: Scale) -> bool:
+    return not isinstance(scale, Tensor) and scale == 1.0
 
 
 def _chain(
@@ -128,13 +201,13 @@ def _forward(
     diff: bool,
 ) -> None:
     _solve(run, t.blocks, constraint, saved.delta)
-    parts, delta = _passes(t.blocks, saved.delta, v.shape[1])
+    parts, scaled = _passes(t.blocks, saved.delta, scale, v.shape[1])
     compute = v.dtype if len(parts) == 1 else torch.float32
     chain = []
     for part in parts:
         rescale = t.rescale if part is parts[-1] else None
-        found = algebra.products(delta, scale, part)
-        m = _matrices(run, found, rescale, part, compute, out.dtype is torch.float32)
+        matrix = _products(run, scaled, part)[-1]
+        m = _matrices(run, matrix, rescale, part, compute, out.dtype is torch.float32)
         chain.append((part, m, rescale))
     _chain(run, v, chain, out, diff, False)
 
@@ -152,24 +225,24 @@ def _backward(
     diff: bool,
 ) -> None:
     """``into`` takes v's gradient, ``grads.blocks`` and ``grads.rescale`` theirs, where wanted."""
-    parts, delta = _passes(t.blocks, saved.delta, v.shape[1])
+    parts, scaled = _passes(t.blocks, saved.delta, scale, v.shape[1])
     single = len(parts) == 1
     compute = v.dtype if single else torch.float32
     wide = into is not None and into.dtype is torch.float32
-    found = [algebra.products(delta, scale, part) for part in parts]
+    found = [_products(run, scaled, part) for part in parts]
     chain = []
     for part, products in zip(parts, found, strict=True):
         rescale = t.rescale if part is parts[-1] else None
         # A frozen v asks for no matrices, unless to go from pass to pass.
         m = None
         if into is not None or not single:
-            m = _matrices(run, products, rescale, part, compute, wide)
+            m = _matrices(run, products[-1], rescale, part, compute, wide)
         chain.append((part, m, rescale))
     if grads.blocks is None and grads.rescale is None:
         assert into is not None  # something is wanted
         _chain(run, grad, chain[::-1], into, diff, True)
         return
-    deltas = torch.empty_like(delta) if grads.blocks is not None else None
+    deltas = torch.empty_like(scaled) if grads.blocks is not None else None
     # The inputs of the passes are replayed, not kept.
     inputs = [v]
     for part, m, _ in chain[:-1]:
@@ -183,15 +256,21 @@ def _backward(
         base = (start if rescale is not None else None) if diff else g
         fused = target if single and fuses(part, compute) else None
         total = _gram(run, inputs[at], g, base is not None, rescale, m, fused, part, diff, compute)
-        sums = algebra.unpack(total, part)
+        # OFT's M is D, and BOFT's the product of its stages.
+        chained = deltas if deltas is not None and not part.butterfly else None
+        if chained is None:
+            chained = run.empty(tuple(found[at].shape), torch.float64)
+        sums = chained[-1]
+        algebra.unpack(total, part, sums)
         if last and grads.rescale is not None:
             # y's own columns: sum_t g (v + v M), and v^T g is at hand.
             columns = (found[at][-1] * sums).sum(1) + sums.diagonal(dim1=1, dim2=2)
             grads.rescale.copy_(algebra.by_channel(columns, part))
         if deltas is not None:
             if rescale is not None:
-                sums = sums * algebra.by_position(rescale, part)[:, None]
-            algebra.stage_gradients(sums, found[at], delta, scale, part, deltas)
+                sums *= algebra.by_position(rescale, part)[:, None]
+            if part.butterfly:
+                _stage_gradients(run, chained, found[at], scaled, part, deltas)
         if target is None:
             break
         if fused is None:
@@ -201,7 +280,9 @@ def _backward(
         else:
             g = target
     if deltas is not None:
-        algebra.blocks_gradient(t.blocks, delta, deltas, constraint, grads.blocks)
+        if not _is_one(scale):
+            deltas *= scale
+        _blocks_gradient(run, t.blocks, saved.delta, deltas, constraint, grads.blocks)
 
 
 def _gram(
@@ -223,8 +304,8 @@ def _gram(
     tokens = x.shape[0] * x.shape[2]
     plan = gram_plan(part, tokens, compute, rescale is not None, run.device)
     total = run.empty((plan.splits, part.packs, part.padded, part.padded), torch.float32)
-    parts, inverse = (None, None) if m is None or out is None else (m.parts, m.inverse)
-    args = (x, g, rescale, parts, inverse, out, total, part, base, diff, compute)
+    parts, power = (None, None) if m is None or out is None else (m.parts, m.power)
+    args = (x, g, rescale, parts, power, out, total, part, base, diff, compute)
     run.launch("rotate", "gram", *args, tiles=plan)
     return total
 

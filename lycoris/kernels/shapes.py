@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import cache
 
+from torch import Tensor
+
 LEADING = "T"
 #: The sizes each symbol stands for: one, or several for a group of dimensions.
 Groups = Mapping[str, tuple[int, ...]]
@@ -50,6 +52,18 @@ def spell(shape: str) -> str:
     names = {"lead": "...", "one": "{}", "some": "*{}", "any": "*{}"}
     parts = [names[kind].format(symbol) for symbol, kind in parse(shape) if kind != "ones"]
     return "(" + ", ".join(parts) + ")"
+
+
+def outermost_first(t: Tensor) -> list[int]:
+    """A tensor's dimensions by falling strides, in their order where strides are equal."""
+    strides = t.stride()
+    order: list[int] = []
+    for i in range(len(strides)):  # sorted() takes no symbolic strides, which a traced tensor has
+        at = len(order)
+        while at and strides[order[at - 1]] < strides[i]:
+            at -= 1
+        order.insert(at, i)
+    return order
 
 
 def _slices(op: str, name: str, shape: str, actual: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -52,8 +52,8 @@ ARCHS = {
     "gfx942": Arch((9, 4), 304, 64 * 1024),
 }
 #: How many of the kernels the suite builds for (backend, architecture): 0 shows every layout,
-#: in 16 bits and in fp32; 1 every dtype mix, and every tile of the large cases; 2 each mix with each tile.
-#: ``worker.py --level 2`` builds more, in minutes an op: for whoever changes kernels or tiles.
+#: in 16 bits and in fp32; 1 every dtype mix, and every tile of the large cases; 2 each mix with
+#: each tile. ``worker.py --level 2`` builds more, in minutes an op: for whoever changes kernels.
 TARGETS = {
     ("triton", "sm_90"): 1,
     ("triton", "sm_80"): 0,

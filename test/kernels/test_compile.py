@@ -9,7 +9,15 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 import lycoris
-from lycoris.functional import OPS, lora_apply, lora_weight
+from lycoris.functional import (
+    OPS,
+    add_scaled,
+    ia3_scale,
+    lokr_weight,
+    lora_apply,
+    lora_weight,
+    merge_,
+)
 
 torch._dynamo.config.cache_size_limit = 8  # PyTorch's own default, stated: the tests count on it
 
@@ -152,3 +160,28 @@ def test_opcheck(backend: str, optional: bool) -> None:
     torch.library.opcheck(
         OPS["lora_weight"].library.op, (up, down, mid, weight, scale, None, None, backend)
     )
+
+
+def test_a_leading_operand_that_is_absent() -> None:
+    pairs = tuple(torch.randn(s) for s in ((3, 2), (2, 2), (5, 3), (3, 7)))
+
+    def run(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        return lokr_weight((a, b), (c, d), 0.7)
+
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(*pairs)
+    assert torch.equal(got, run(*pairs))
+    with torch.autocast("cpu", torch.bfloat16):  # of the operands' device alone
+        assert run(*(t.to("meta") for t in pairs)).dtype is torch.float32
+        assert run(*pairs).dtype is torch.bfloat16
+
+
+def test_layouts_with_symbolic_strides() -> None:
+    v = torch.randn(2, 5, 6, 7).to(memory_format=torch.channels_last)
+    scale = torch.randn(1, 5, 1, 1)
+
+    def run(v: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        return ia3_scale(v, scale, axis=1), add_scaled(v, v, 0.5), merge_(v.clone(), v, 0.5)
+
+    got = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")(v, scale)
+    for found, want in zip(got, (v * (1 + scale), 1.5 * v, 1.5 * v), strict=True):
+        torch.testing.assert_close(found, want)

@@ -268,3 +268,21 @@ def test_compiled_whole(op: str) -> None:
     torch.testing.assert_close(
         torch.autograd.grad(got, operands, grad), torch.autograd.grad(want, operands, grad)
     )
+
+
+@pytest.mark.parametrize("backend", ["triton", "tilelang", "torch"])
+def test_a_nan_reaches_its_whole_line(backend: str) -> None:
+    weight, x = torch.randn(9, 13), torch.randn(5, 13)
+    weight[4, 6] = float("nan")
+    up, down, magnitude = torch.randn(9, 2), torch.randn(2, 13), torch.rand(9) + 0.5
+    lines = torch.zeros(9, 13, dtype=torch.bool)
+    lines[4] = True
+    out = dora_weight(weight, magnitude, backend=backend)
+    assert torch.equal(out.isnan(), lines)
+    base = torch.randn(5, 9)  # finite: the weight's NaN comes in through the norm alone
+    out = dora_apply(base, x, weight, up, down, magnitude, backend=backend)
+    assert torch.equal(out.isnan(), lines[:, :1].t().expand(5, 9))
+    leaf = magnitude.clone().requires_grad_()
+    dora_weight(weight, leaf, backend=backend).sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad.isnan(), lines[:, 0])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from lycoris.functional import lora_apply, lora_weight
+from lycoris import functional as F
+from lycoris.functional import lora_apply, lora_weight, peft_rotation
 
 X, UP, DOWN = torch.randn(2, 5, 8), torch.randn(6, 2), torch.randn(2, 8)
 BACKENDS = ["torch", "triton", "tilelang", None]
@@ -117,3 +119,124 @@ def test_a_nan_scale(scale: float, backend: str | None) -> None:
 def test_other_scales(scale: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         lora_apply(X, UP, DOWN, scale)  # type: ignore[arg-type]
+
+
+# What public functions look at before the op does.
+V, SQUARE, IMAGES = torch.randn(2, 3, 4), torch.randn(4, 4), torch.randn(2, 4, 6, 6)
+FLAT = torch.randn(2, 36)
+
+
+@pytest.mark.parametrize("wrong", [None, [1.0], 1.5, "x", torch.ones(4).to_sparse()])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("ia3_scale: v", lambda w: F.ia3_scale(w, torch.ones(4))),
+        ("ia3_scale: scale", lambda w: F.ia3_scale(V, w)),
+        ("add_scaled: base", lambda w: F.add_scaled(w, V)),
+        ("add_scaled: delta", lambda w: F.add_scaled(V, w)),
+        ("merge_: weight", lambda w: F.merge_(w, V)),
+        ("merge_: delta", lambda w: F.merge_(V.clone(), w)),
+        ("tlora_weight: lam", lambda w: F.tlora_weight(V, V, w, V, V, V, V)),
+        ("tlora_weight: mask", lambda w: F.tlora_weight(V, V, V, V, V, V, w)),
+        ("tlora_apply: lam0", lambda w: F.tlora_apply(V, V, V, V, V, V, w, V)),
+        ("dora_weight: weight", lambda w: F.dora_weight(w, V)),
+        ("dora_weight: magnitude", lambda w: F.dora_weight(V, w)),
+        (
+            "dora_lora_weight: down",
+            lambda w: F.dora_lora_weight(SQUARE, SQUARE[0], SQUARE, w, axis="in"),
+        ),
+        ("loha_conv_apply: t2", lambda w: F.loha_conv_apply(IMAGES, V, V, V, V, t1=IMAGES, t2=w)),
+        ("cayley_neumann: skew", lambda w: peft_rotation.cayley_neumann(w)),
+        ("rotate_input: x", lambda w: peft_rotation.rotate_input(w, SQUARE[None])),
+        ("skew_from_vectors: vectors", lambda w: peft_rotation.skew_from_vectors(w, 4)),
+    ],
+)
+def test_no_tensor_where_a_function_prepares_it(name: str, call: Any, wrong: object) -> None:
+    if name.endswith("t2") and wrong is None:
+        return  # one core alone is an error of its own
+    kind = r"(None|list|float|str|torch\.sparse_coo); expected a (dense )?tensor"
+    with pytest.raises(TypeError, match=f"{name} is {kind}"):
+        call(wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "ab", {}])
+def test_no_half_of_lokr(wrong: object) -> None:
+    kind = "None" if wrong is None else type(wrong).__name__
+    with pytest.raises(TypeError, match=f"w1 is {kind}; expected a tensor or tensors"):
+        F.lokr_conv_apply(IMAGES, wrong, torch.ones(3, 2, 3, 3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="lokr_weight: base is list; expected a tensor"):
+        F.lokr_weight((SQUARE, SQUARE), (SQUARE, SQUARE), base=[1.0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [None, "2", 1.0, True])
+def test_no_int(wrong: Any) -> None:
+    calls = {
+        "ia3_scale: axis": lambda: F.ia3_scale(V, torch.ones(4), axis=wrong),
+        "oft_apply: axis": lambda: F.oft_apply(V, SQUARE[None], axis=wrong),
+        "lora_conv_apply: groups": lambda: F.lora_conv_apply(
+            IMAGES, UP, torch.ones(2, 4, 3, 3), groups=wrong
+        ),
+        "loha_conv_apply: groups": lambda: F.loha_conv_apply(
+            IMAGES, UP, FLAT, UP, FLAT, groups=wrong
+        ),
+        "lokr_conv_apply: groups": lambda: F.lokr_conv_apply(
+            IMAGES, torch.ones(2, 2), (torch.ones(3, 2), torch.ones(2, 18)), groups=wrong
+        ),
+        "factorization: dimension": lambda: F.factorization(wrong),
+        "factorization: factor": lambda: F.factorization(8, wrong),
+        "cayley_neumann: terms": lambda: peft_rotation.cayley_neumann(SQUARE, wrong),
+        "butterfly_permutation: size": lambda: peft_rotation.butterfly_permutation(8, wrong, 0),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name} is {wrong!r}; expected an int"):
+            call()
+
+
+@pytest.mark.parametrize("wrong", [None, "2", True, 1j, torch.tensor(0.5)])
+def test_the_multiplier_of_dora_lora_weight_is_a_number(wrong: Any) -> None:
+    args = (SQUARE, SQUARE[0], SQUARE, SQUARE)
+    with pytest.raises(TypeError, match=r"dora_lora_weight: multiplier is .*; expected a number"):
+        F.dora_lora_weight(*args, multiplier=wrong)
+    with pytest.raises(ValueError, match="dora_lora_weight: multiplier is NaN"):
+        F.dora_lora_weight(*args, multiplier=math.nan)
+    with pytest.raises(ValueError, match="multiplier is beyond a float's range"):
+        F.dora_lora_weight(*args, multiplier=10**400)
+
+
+def test_a_scale_that_says_another_axis_of_a_square_weight() -> None:
+    for shape, axis in (((4, 1), -1), ((1, 4), 0)):
+        with pytest.raises(ValueError, match=r"scale has shape .*expected \(4,\).* for axis"):
+            F.ia3_scale(SQUARE, torch.ones(shape), axis=axis)
+        assert F.ia3_scale(SQUARE, torch.ones(shape), axis=-1 - axis).shape == (4, 4)
+
+
+def test_shapes_in_the_callers_order_of_dimensions() -> None:
+    with pytest.raises(ValueError, match=r"delta has shape|base has shape \(3, 4\)"):
+        F.add_scaled(torch.randn(4, 3).t(), torch.randn(4, 3).t()[:2])
+    with pytest.raises(ValueError, match=r"delta has shape \(2, 4\).*\(3, 4\)"):
+        F.merge_(torch.randn(4, 3).t(), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("size", [5, (3, 2)])
+def test_a_kernel_size_that_a_factor_contradicts(size: Any) -> None:
+    kernel = torch.ones(2, 4, 3, 3)
+    with pytest.raises(ValueError, match=r"w1_b has shape .*from kernel_size"):
+        F.loha_conv_apply(IMAGES, UP, kernel, UP, kernel, kernel_size=size)
+    with pytest.raises(ValueError, match=r"w2 has shape .*from kernel_size"):
+        F.lokr_conv_apply(IMAGES, torch.ones(2, 2), torch.ones(3, 2, 3, 3), kernel_size=size)
+    with pytest.raises(ValueError, match=r"w1_b has shape \(2, 36\); expected"):
+        F.loha_conv_apply(IMAGES, UP, FLAT, UP, FLAT, kernel_size=-3)
+
+
+def test_numbers_of_peft_rotations() -> None:
+    with pytest.raises(ValueError, match=r"rotations has shape \(2, 4, 3\); expected \(n, s, s\)"):
+        peft_rotation.rotate_input(torch.ones(3, 8), torch.ones(2, 4, 3))
+    with pytest.raises(ValueError, match=r"skew has shape \(3, 1\); expected \(\.\.\., s, s\)"):
+        peft_rotation.cayley_neumann(torch.ones(3, 1))
+    for channels, size, stage in ((8, 0, 0), (8, 4, -1), (-8, 4, 0)):
+        with pytest.raises(ValueError, match=r"butterfly_permutation: .*expected at least"):
+            peft_rotation.butterfly_permutation(channels, size, stage)
+    with pytest.raises(ValueError, match="skew_from_vectors: size is -3; expected at least 1"):
+        peft_rotation.skew_from_vectors(torch.ones(2, 6), -3)
+    with pytest.raises(ValueError, match="constraint is beyond a float's range"):
+        F.oft_weight(SQUARE, SQUARE[None], constraint=10**400)

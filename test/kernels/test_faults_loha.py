@@ -106,24 +106,26 @@ def product_scale_dropped(launch: Launch) -> Launch:
     return lambda *args, **kw: launch(*with_scale(args, "dense_product", 1.0), **kw)
 
 
-def unrounded_row_products(launch: Launch) -> Launch:
+def products_cut_off(launch: Launch) -> Launch:
     """The product in fp32 cut off, not rounded to nearest."""
 
-    def row_products(first: Tensor, second: Tensor, out: Tensor, **kw: Any) -> None:
-        value = (first.float()[:, :, None] * second.float()[:, None, :]).flatten(1)
+    def pairs(
+        left: Tensor, right: Tensor, out: Tensor, rank_last: bool, *args: Any, **kw: Any
+    ) -> None:
+        at = 1 if rank_last else 0
+        first, second = left.float().unsqueeze(at + 1), right.float().unsqueeze(at)
+        value = (first * second).flatten(at, at + 1)
         cut = value.view(torch.int32) & -65536
         out.copy_(cut.view(torch.float32))
 
-    return row_products
+    return pairs
 
 
 def halves_swapped(launch: Launch) -> Launch:
-    def row_products_grads(
-        grad: Tensor, first: Tensor, second: Tensor, out_1: Any, out_2: Any, **kw: Any
-    ) -> None:
-        launch(grad, second, first, out_1, out_2, **kw)
+    def pairs_grad(grad: Tensor, left: Tensor, right: Tensor, *args: Any, **kw: Any) -> None:
+        launch(grad, right, left, *args, **kw)
 
-    return row_products_grads
+    return pairs_grad
 
 
 FAULTS = [
@@ -137,8 +139,8 @@ FAULTS = [
     (last_tokens_skipped, "factor_grads", "loha_apply", "dense", BF16),
     (last_slice_skipped, "combine", "loha_weight", "integers", BF16),
     (product_scale_dropped, "dense_product", "loha_apply", "dense", BF16),
-    (unrounded_row_products, "row_products", "loha_apply", "plain", BF16),
-    (halves_swapped, "row_products_grads", "loha_apply", "plain", BF16),
+    (products_cut_off, "pairs", "loha_apply", "plain", BF16),
+    (halves_swapped, "pairs_grad", "loha_apply", "plain", BF16),
 ]
 
 
@@ -155,4 +157,5 @@ def test_a_planted_fault_breaks_the_rule(
     mix: tuple[torch.dtype, torch.dtype],
     planted: Callable[..., None],
 ) -> None:
-    planted(fused, "loha", launcher, fault, op, name, mix)
+    family = "khatri_rao" if launcher.startswith("pairs") else "loha"
+    planted(fused, family, launcher, fault, op, name, mix)

@@ -47,9 +47,11 @@ def in_tf32(launch: Launch) -> Launch:
 def by_subtraction(launch: Launch) -> Launch:
     """D as R - I, with R rounded to fp32."""
 
-    def eliminate(q: Tensor, source: Any, target: Tensor, step: int, **kw: Any) -> None:
-        launch(q, source, target, step, **kw)
-        eye = torch.eye(q.shape[-1])
+    def eliminate(
+        blocks: Tensor, held: Any, source: Any, target: Tensor, step: int, **kw: Any
+    ) -> None:
+        launch(blocks, held, source, target, step, **kw)
+        eye = torch.eye(blocks.shape[-1])
         target.copy_((eye + target).float() - eye)  # cases of one step
 
     return eliminate
@@ -75,12 +77,44 @@ def share_dropped(launch: Launch) -> Launch:
     return gram
 
 
+def stage_skipped(launch: Launch) -> Launch:
+    """The last stage of a butterfly is left out."""
+
+    def compose(scaled: Tensor, found: Tensor, part: Any, transposed: bool, **kw: Any) -> None:
+        launch(scaled, found, part, transposed, **kw)
+        if not transposed:
+            found[-1] = found[-2]
+
+    return compose
+
+
+def prefix_forgotten(launch: Launch) -> Launch:
+    """A stage's gradient without the stages before it."""
+
+    def stage_gradient(found: Tensor, *args: Any, **kw: Any) -> None:
+        launch(torch.zeros_like(found), *args, **kw)
+
+    return stage_gradient
+
+
+def solve_held_constant(launch: Launch) -> Launch:
+    """The Cayley transform's gradient to first order only, N = I."""
+
+    def cayley_gradient(delta: Tensor, *args: Any, **kw: Any) -> None:
+        launch(torch.zeros_like(delta), *args, **kw)
+
+    return cayley_gradient
+
+
 FAULTS = [
     (low_part_dropped, "rotate", "oft_weight", "plain", BF16),
     (low_part_dropped, "rotate", "boft_apply", "plain", BF16),
     (in_tf32, "rotate", "oft_weight", "plain", FP32),
     (by_subtraction, "eliminate", "oft_weight", "near identity diff", FP32),
     (transposed, "rotate", "boft_apply", "plain", BF16),
+    (stage_skipped, "compose", "boft_apply", "plain", BF16),
+    (prefix_forgotten, "stage_gradient", "boft_weight", "plain", BF16),
+    (solve_held_constant, "cayley_gradient", "oft_weight", "plain", BF16),
     (share_dropped, "gram", "oft_weight", "plain", FP32),
 ]
 

@@ -7,6 +7,7 @@ import torch
 
 from lycoris.functional import loha_apply, loha_weight
 from lycoris.kernels.ops import loha
+from lycoris.kernels.ops.loha_apply import uses_khatri_rao
 from lycoris.kernels.schedule import Schedule
 
 F64 = torch.float64
@@ -50,7 +51,7 @@ def test_tucker_has_its_factors_transposed() -> None:
 
 @pytest.mark.parametrize("rank", [1, 2, 9])
 def test_loha_apply_is_the_product_with_loha_weight(rank: int) -> None:
-    both = {loha.uses_khatri_rao(24, 20, r) for r in (1, 2, 9)}
+    both = {uses_khatri_rao(24, 20, r) for r in (1, 2, 9)}
     assert both == {True, False}
     x, base, parts = rand(2, 3, 20), rand(2, 3, 24), factors(24, 20, rank)
     expected = base + x @ loha_weight(*parts, 0.7).T
@@ -69,10 +70,10 @@ def test_shapes_of_conv_factors() -> None:
 
 
 def test_the_rank_decides_the_variant() -> None:
-    assert loha.uses_khatri_rao(4096, 4096, 26)
-    assert not loha.uses_khatri_rao(4096, 4096, 27)
-    assert loha.uses_khatri_rao(1280, 1280, 14)
-    assert not loha.uses_khatri_rao(1280, 1280, 15)
+    assert uses_khatri_rao(4096, 4096, 26)
+    assert not uses_khatri_rao(4096, 4096, 27)
+    assert uses_khatri_rao(1280, 1280, 14)
+    assert not uses_khatri_rao(1280, 1280, 15)
 
 
 def test_gradcheck() -> None:

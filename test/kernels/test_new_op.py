@@ -98,7 +98,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(registry._discover(), "normed", package.__name__)
     LOG.clear()
     yield
-    registry._loaded.pop("normed", None)
+    registry.refresh()
 
 
 def leaves(dtype: torch.dtype = torch.float32) -> list[Tensor]:

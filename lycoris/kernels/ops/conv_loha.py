@@ -16,7 +16,6 @@ from torch import Tensor
 
 from .. import chain
 from ..chain import Link
-from ..plan import Plan, multiprocessors
 from ..schedule import Schedule
 from ..shapes import Groups
 from ..spec import Bound, Cost, Operand, OpSpec, Round, register
@@ -31,6 +30,7 @@ from .conv import (
     kernel_dims,
     out_shape,
 )
+from .loha_apply import pairs_plan
 
 _NAME = "loha_conv_apply"
 
@@ -108,7 +108,7 @@ class _Factors:
         else:
             self.b = [w.flatten(1) for w in (t.w1_b, t.w2_b)]
         self.inputs = t.w1_b.shape[1]
-        self.plan = Plan(1, 512 if multiprocessors(run.device) else 256, 1)
+        self.plan = pairs_plan(run.device)
 
     def _wide(self, leaf: Tensor) -> Tensor:
         return leaf.to(self.run.policy.compute).float()

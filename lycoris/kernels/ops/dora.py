@@ -9,6 +9,7 @@ see the weight as (O, N) and are told how many neighbouring columns make a line;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -47,17 +48,17 @@ def wide(t: Tensor) -> Tensor:
 def line_norm(merged: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The Euclidean norm over ``dims``, kept; its derivative is 0 where it is 0."""
     top = merged.detach().abs().amax(dims, keepdim=True)
-    top = torch.where(top > 0, top, 1)
+    top = torch.where((top > 0) & (top < math.inf), top, 1)
     # Scaled by the largest: the squares of a row of 1e-30 would vanish.
     total = (merged / top).square().sum(dims, keepdim=True)
-    some = total > 0
-    return torch.where(some, torch.where(some, total, 1).sqrt(), 0) * top
+    none = total == 0  # a NaN is not, so that it reaches the whole line
+    return torch.where(none, 0, torch.where(none, 1, total).sqrt()) * top
 
 
 def ratio(magnitude: Tensor, norm: Tensor) -> Tensor:
     """magnitude / norm; 0, with derivatives of 0, where the norm is 0."""
-    some = norm > 0
-    return torch.where(some, magnitude / torch.where(some, norm, 1), 0)
+    none = norm == 0
+    return torch.where(none, 0, magnitude / torch.where(none, 1, norm))
 
 
 def rescaled(
