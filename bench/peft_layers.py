@@ -1,4 +1,4 @@
-"""HF PEFT's layers as the baseline ``peft``: the size, rank and values of a layer row's adapter.
+"""HF PEFT's own layers as the baseline ``peft``: a layer row's size, rank and adapter values.
 
 The wrapped ``nn.Linear`` alone is called, without the model around it. PEFT computes what the row
 does, with these differences:

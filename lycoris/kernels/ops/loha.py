@@ -26,7 +26,7 @@ def weight_plan(m: int, rank: int, itemsize: int, units: int) -> Plan:
     """Tiles that generate the weight; ``block_k`` is along the rank."""
     if not units:  # simulated: one plan, so that there is one build
         return Plan(64, 64, 64)
-    block_k = min(max(16, power_of_2(rank)), 32)
+    block_k = 16 if itemsize == 4 else min(max(16, power_of_2(rank)), 32)  # 32: sm_100 spills
     stages, warps = (1 if rank <= block_k else 2), (8 if block_k > 16 or itemsize == 4 else 4)
     return Plan(min(32, max(16, power_of_2(m))), 128, block_k, warps, stages)
 
