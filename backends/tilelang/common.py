@@ -45,6 +45,8 @@ _PASSES = {
     "tl.disable_warp_specialized": True,
     "tl.disable_wgmma": True,
 }
+#: TileLang 0.1.15 can't print the tail of a deeper pipeline over a symbolic number of steps.
+STAGES_OF_DYNAMIC_K = 2
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 _kernels: dict[tuple[Factory, tuple[object, ...], torch.device], Kernel] = {}
@@ -153,3 +155,22 @@ def _sources(factory_file: str) -> bytes:
     # A factory may take parts of its kernel from the files beside its own.
     files = {*Path(factory_file).parent.glob("*.py"), Path(host_c.__file__), host_c.HEADER}
     return b"".join(file.read_bytes() for file in sorted(files))
+
+
+def is_transposed(x: torch.Tensor, name: str) -> bool:
+    """Whether ``x`` lies in memory as its transpose."""
+    if x.is_contiguous():
+        return False
+    if not x.t().is_contiguous():
+        raise ValueError(f"{name} isn't dense: {tuple(x.shape)} with strides {x.stride()}")
+    return True
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """``x``, copied where the kernel's 16-byte loads would be misaligned (an odd view)."""
+    return compact(x.clone() if x.is_cuda and x.data_ptr() % 16 else x)
+
+
+def compact(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous ``x`` with a last stride of 1, which the CUDA launch demands of a size 1 too."""
+    return x if x.stride()[-1] == 1 else x.view(-1).view(x.shape)

@@ -15,8 +15,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import NAMES, build
-from .lora import _STAGES_OF_DYNAMIC_K, _aligned, _compact, _is_transposed
+from .common import NAMES, STAGES_OF_DYNAMIC_K, aligned, build, compact, is_transposed
 
 #: The longest third dimension of a grid.
 _GRID_DEPTH = 65535
@@ -45,7 +44,7 @@ def mix(
     """
     (groups, m, k), (batch, _, pixels) = a.shape, b.shape
     on_cpu = not out.is_cuda
-    a_transposed = _is_transposed(a[0], "a")
+    a_transposed = is_transposed(a[0], "a")
     types = [a.dtype, b.dtype, None if base is None else base.dtype]
     if on_cpu:  # where a cast costs less than a build
         types = [policy.compute, policy.compute, None if base is None else torch.float32]
@@ -76,11 +75,11 @@ def mix(
         operands = [t for t in (a, b, base) if t is not None]
         if on_cpu:
             operands = [t.to(d) for t, d in zip(operands, types, strict=False)]
-        a, *images = map(_aligned, operands)
+        a, *images = map(aligned, operands)
         factor = scale.reshape(1) if isinstance(scale, torch.Tensor) else scale
         for i in range(0, batch, most):
             some = slice(i, i + most)
-            kernel(a, *[_compact(t[some]) for t in images], factor, _compact(out[some]))
+            kernel(a, *[compact(t[some]) for t in images], factor, compact(out[some]))
 
     return launch
 
@@ -129,7 +128,7 @@ def contract(
         if on_cpu:
             left, right = left.to(types[0]), right.to(types[1])
         factor = scale.reshape(1) if isinstance(scale, torch.Tensor) else scale
-        kernel(_aligned(left), _aligned(right), factor, _compact(out))
+        kernel(aligned(left), aligned(right), factor, compact(out))
 
     return launch
 
@@ -280,7 +279,7 @@ def contract_kernel(
     left_dtype, right_dtype, out_dtype, compute = (NAMES[dtype] for dtype in dtypes)
     fused = compute == "float32" and not tf32
     pad = 4 if fused else 0
-    depth = min(stages, _STAGES_OF_DYNAMIC_K)
+    depth = min(stages, STAGES_OF_DYNAMIC_K)
     thread_of, index_of = _fma_layout(block_m, block_k, threads, by_column=True)
     scale_type = T.Tensor((1,), "float32") if scale_by_tensor else T.float32
 

@@ -10,8 +10,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import NAMES, build
-from .lora import _compact
+from .common import NAMES, build, compact
 
 
 @prepared
@@ -42,7 +41,7 @@ def pairs(
     def launch(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *_: bool) -> None:
         if on_cpu:  # where a cast costs less than a build
             left, right = left.to(compute), right.to(compute)
-        kernel(_compact(left), _compact(right), _compact(out.view(_products(left, rank_last))))
+        kernel(compact(left), compact(right), compact(out.view(_products(left, rank_last))))
 
     return launch
 
@@ -83,7 +82,7 @@ def pairs_grad(
         if on_cpu:
             left, right = left.to(compute), right.to(compute)
         grad = grad.view(_products(left, rank_last))
-        kernel(*map(_compact, (grad, left, right, grad_left, grad_right)))
+        kernel(*map(compact, (grad, left, right, grad_left, grad_right)))
 
     return launch
 

@@ -15,8 +15,7 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
 from . import loha_kernels as kernels
-from .common import build
-from .lora import _compact
+from .common import build, compact
 
 
 def _settings(plan: Plan, policy: Policy, device: torch.device) -> tuple[Any, ...]:
@@ -40,7 +39,7 @@ def _factor(scale: float | Tensor) -> float | Tensor:
 
 def _in_memory(t: Tensor) -> Tensor:
     """A dense matrix as it lies in memory."""
-    return _compact(t if t.is_contiguous() else t.t())
+    return compact(t if t.is_contiguous() else t.t())
 
 
 def _flat(t: Tensor) -> Tensor:
@@ -98,7 +97,7 @@ def weight(
         out: Tensor,
     ) -> None:
         tensors = (w1_a, w1_b, w2_a, w2_b, out if base is None else base)
-        kernel(*map(_compact, tensors), _factor(scale), _compact(out))
+        kernel(*map(compact, tensors), _factor(scale), compact(out))
 
     return launch
 
@@ -157,7 +156,7 @@ def factor_grads(
         start: int,
     ) -> None:
         tensors = (grad, grad if x is None else x, w1_a, w1_b, w2_a, w2_b, part_a, part_b)
-        kernel(*map(_compact, tensors), _factor(scale), start)
+        kernel(*map(compact, tensors), _factor(scale), start)
 
     return launch
 
@@ -239,6 +238,6 @@ def dense_product(
     ) -> None:
         factors = [t.t() if transposed else t for t in (p1, q1, p2, q2)]
         tensors = (a, *factors, out if base is None else base)
-        kernel(*map(_compact, tensors), _factor(scale), _compact(out))
+        kernel(*map(compact, tensors), _factor(scale), compact(out))
 
     return launch

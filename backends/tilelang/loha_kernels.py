@@ -11,11 +11,9 @@ import torch
 
 from lycoris.kernels.plan import CHUNK
 
-from .common import NAMES
+from .common import NAMES, STAGES_OF_DYNAMIC_K
 
 Sizes = tuple[int | None, ...]
-#: TileLang 0.1.15 can't print the tail of a deeper pipeline over a symbolic number of steps.
-_STAGES_OF_DYNAMIC_K = 2
 
 
 def _named(names: str, sizes: Sizes) -> list[Any]:
@@ -181,7 +179,7 @@ def factor_grads_kernel(
     grad_type = T.Tensor((tokens, M) if by_tokens else (M, N), grad_dtype)
     x_type = T.Tensor((tokens, N) if by_tokens else (M, N), x_dtype or grad_dtype)
     g_tile = (block_k, block_m) if by_tokens else (block_m, block_n)
-    depth = min(stages, _STAGES_OF_DYNAMIC_K)
+    depth = min(stages, STAGES_OF_DYNAMIC_K)
     long_rank = is_long(R, fused)
 
     @T.macro

@@ -9,7 +9,7 @@ import torch
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .lora import _aligned
+from .common import aligned
 
 Half = torch.Tensor | None
 Scale = float | torch.Tensor
@@ -20,7 +20,7 @@ def operand(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     The kernels themselves make that cast, to the compute dtype or to fp32, of what they read.
     """
-    return _aligned(t) if t.is_cuda else t.to(dtype).contiguous()
+    return aligned(t) if t.is_cuda else t.to(dtype).contiguous()
 
 
 def stored(t: torch.Tensor, dtype: torch.dtype) -> torch.dtype:

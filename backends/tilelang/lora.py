@@ -14,11 +14,9 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import NAMES, build
+from .common import NAMES, STAGES_OF_DYNAMIC_K, aligned, build, compact, is_transposed
 
 _DYNAMIC = {"": (False, False, False), "m": (True, False, False), "k": (False, False, True)}
-# TileLang 0.1.15 can't print the tail of a deeper pipeline over a symbolic number of steps.
-_STAGES_OF_DYNAMIC_K = 2
 
 
 @prepared
@@ -49,7 +47,7 @@ def matmul(
     (m, k), n = a.shape, b.shape[1]
     block_m, block_n = plan.block_m, plan.block_n
     m_dynamic, n_dynamic, k_dynamic = _DYNAMIC[plan.dynamic]
-    a_transposed, b_transposed = _is_transposed(a, "a"), _is_transposed(b, "b")
+    a_transposed, b_transposed = is_transposed(a, "a"), is_transposed(b, "b")
     swap = not out.is_contiguous()
     if swap:  # a transposed product is the product of the transposed operands
         m, n, m_dynamic, n_dynamic = n, m, n_dynamic, m_dynamic
@@ -98,11 +96,11 @@ def matmul(
     ) -> None:
         if swap:
             a, b, out = b, a, out.mT
-        operands = [_aligned(a.t() if a_flips else a), _aligned(b.t() if b_flips else b)]
+        operands = [aligned(a.t() if a_flips else a), aligned(b.t() if b_flips else b)]
         if base is not None:
-            operands.append(_aligned(base.mT if swap else base))
+            operands.append(aligned(base.mT if swap else base))
         factor = scale.reshape(1) if isinstance(scale, torch.Tensor) else scale
-        kernel(*operands, factor, _compact(out))
+        kernel(*operands, factor, compact(out))
 
     return launch
 
@@ -157,25 +155,6 @@ def total(
     return launch
 
 
-def _is_transposed(x: torch.Tensor, name: str) -> bool:
-    """Whether ``x`` lies in memory as its transpose."""
-    if x.is_contiguous():
-        return False
-    if not x.t().is_contiguous():
-        raise ValueError(f"{name} isn't dense: {tuple(x.shape)} with strides {x.stride()}")
-    return True
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """``x``, copied where the kernel's 16-byte loads would be misaligned (an odd view)."""
-    return _compact(x.clone() if x.is_cuda and x.data_ptr() % 16 else x)
-
-
-def _compact(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous ``x`` with a last stride of 1, which the CUDA launch demands of a size 1 too."""
-    return x if x.stride()[-1] == 1 else x.view(-1).view(x.shape)
-
-
 def matmul_kernel(
     m: int | None,
     n: int | None,
@@ -220,7 +199,7 @@ def matmul_kernel(
     tiles_n = T.ceildiv(N, block_n)
     grid = T.ceildiv(M, block_m) * tiles_n, splits
     steps = T.ceildiv(T.ceildiv(K, block_k), splits)
-    depth = min(stages, _STAGES_OF_DYNAMIC_K) if k is None else max(1, min(stages, int(steps)))
+    depth = min(stages, STAGES_OF_DYNAMIC_K) if k is None else max(1, min(stages, int(steps)))
     columns = min(block_n // 4, 16, threads)  # threads along N
     rows = threads // columns
 

@@ -9,8 +9,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import NAMES, build
-from .lora import _STAGES_OF_DYNAMIC_K, _aligned, _compact, _is_transposed
+from .common import NAMES, STAGES_OF_DYNAMIC_K, aligned, build, compact, is_transposed
 
 
 @prepared
@@ -38,10 +37,10 @@ def product(
         KernelBuildError: the kernel can't be built.
     """
     (m, n), k, k0 = out.shape, a.shape[1], a0.shape[1]
-    b_t = _is_transposed(b, "b")
-    if _is_transposed(a, "a") or _is_transposed(a0, "a0") or _is_transposed(out, "out"):
+    b_t = is_transposed(b, "b")
+    if is_transposed(a, "a") or is_transposed(a0, "a0") or is_transposed(out, "out"):
         raise ValueError("a, a0 or out is transposed")
-    if _is_transposed(b0, "b0") != b_t:
+    if is_transposed(b0, "b0") != b_t:
         raise ValueError("b0 isn't laid out like b")
     on_cpu = not out.is_cuda
     by_tensor = isinstance(scale, torch.Tensor)
@@ -74,7 +73,7 @@ def product(
     ) -> None:
         operands = (a, b.t(), a0, b0.t()) if b_t else (a, b, a0, b0)
         number = scale.view(1) if isinstance(scale, torch.Tensor) else scale
-        kernel(*map(_aligned, operands), number, sign, _compact(out))
+        kernel(*map(aligned, operands), number, sign, compact(out))
 
     return launch
 
@@ -143,7 +142,7 @@ def diagonal_gradient(
 
 def _with_last_stride(launch: Any) -> Launch:
     """A launch of dense tensors, whose last stride is 1 even where that size is 1."""
-    return lambda *args: launch(*map(_compact, args))
+    return lambda *args: launch(*map(compact, args))
 
 
 # ---------------------------------------------------------------------------- the kernels
@@ -181,7 +180,7 @@ def product_kernel(
     two_level = longest is None or longest > (CHUNK // 4 if fused else CHUNK)
     pad = 4 if fused else 0
     b_tile = (block_n, block_k + pad) if b_t else (block_k, block_n)
-    depth = _STAGES_OF_DYNAMIC_K
+    depth = STAGES_OF_DYNAMIC_K
     if longest is not None:
         depth = max(1, min(stages, -(-min(k or 1, k0 or 1) // block_k)))
     columns = min(block_n // 4, 16, threads)  # threads along N

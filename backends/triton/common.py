@@ -115,6 +115,15 @@ def kernel(fn: Callable[..., None]) -> Kernel:
     return Kernel(fn)
 
 
+@triton.jit
+def inside_of(index, size, EVEN: tl.constexpr):
+    """index < size; a constant, which removes the mask, where no tile is cut."""
+    if EVEN:
+        return tl.full(index.shape, True, tl.int1)
+    else:
+        return index < size
+
+
 def input_precision(policy: Policy, k: int, least: int = MIN_TRIPLE) -> str:
     """input_precision of a product over ``k``: for fp32 a TF32 triple, from ``least`` on."""
     if policy.compute is not torch.float32 or policy.tf32:

@@ -14,8 +14,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import TL_DTYPE, input_precision, kernel, launch_options
-from .lora import _inside
+from .common import TL_DTYPE, input_precision, inside_of, kernel, launch_options
 
 
 @kernel
@@ -36,8 +35,8 @@ def _mix(
     rs = pid % tiles_s * BLOCK_S + tl.arange(0, BLOCK_S)
     sample = (pid // tiles_s).to(tl.int64)
     rk = tl.arange(0, BLOCK_K)
-    ok_m = _inside(rm, M, EVEN_M)[:, None]
-    ok_s = _inside(rs, S, EVEN_S)[None, :]
+    ok_m = inside_of(rm, M, EVEN_M)[:, None]
+    ok_s = inside_of(rs, S, EVEN_S)[None, :]
 
     a += sample % G * stride_ag
     b += sample * K * S
@@ -53,7 +52,7 @@ def _mix(
         total = tl.zeros((BLOCK_M, BLOCK_S), tl.float32)
     # A constant trip count of one removes the loop and its pipeline.
     for k in tl.range(0, BLOCK_K if ONE_STEP else K, BLOCK_K):
-        ok_k = _inside(rk, K - k, EVEN_K)
+        ok_k = inside_of(rk, K - k, EVEN_K)
         x = tl.load(a + tile_a, mask=ok_m & ok_k[None, :], other=0.0).to(COMPUTE)
         y = tl.load(b + tile_b, mask=ok_k[:, None] & ok_s, other=0.0).to(COMPUTE)
         part = tl.dot(x, y, part, input_precision=PRECISION)
@@ -97,8 +96,8 @@ def _contract(
     rm = pid % tiles // tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)
     rk = pid % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
     rs = tl.arange(0, BLOCK_S)
-    ok_m = _inside(rm, M, EVEN_M)[:, None]
-    ok_k = _inside(rk, K, EVEN_K)[None, :]
+    ok_m = inside_of(rm, M, EVEN_M)[:, None]
+    ok_k = inside_of(rk, K, EVEN_K)[None, :]
     rm64 = rm.to(tl.int64)[:, None]
     rk64 = rk.to(tl.int64)[None, :]
     tile_p = rm64 * S + rs[None, :]
@@ -114,7 +113,7 @@ def _contract(
         step = first + i
         sample = (step // per_sample).to(tl.int64) * G + group
         s = step % per_sample * BLOCK_S
-        ok_s = _inside(rs, S - s, EVEN_S)
+        ok_s = inside_of(rs, S - s, EVEN_S)
         at_p = p + (sample * M * S + s)
         at_q = q + (sample * K * S + s)
         x = tl.load(at_p + tile_p, mask=ok_m & ok_s[None, :], other=0.0).to(COMPUTE)

@@ -16,8 +16,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import TL_DTYPE, input_precision, kernel
-from .lora import _inside
+from .common import TL_DTYPE, input_precision, inside_of, kernel
 
 #: Products are chained here, whose errors add: below this K a TF32 triple misses the fp32 bound.
 _MIN_TRIPLE = 64
@@ -52,7 +51,7 @@ def _low_rank(
         total = tl.zeros((rm.shape[0], rn.shape[0]), tl.float32)
     for r in tl.range(0, BLOCK_R if ONE_STEP else R, BLOCK_R):
         rr = r + tl.arange(0, BLOCK_R)
-        ok_r = _inside(rr, R, EVEN_R)
+        ok_r = inside_of(rr, R, EVEN_R)
         x = _tile(a, rm, rr, ok_m[:, None] & ok_r[None, :], stride_am, stride_ar).to(COMPUTE)
         y = _tile(b, rr, rn, ok_r[:, None] & ok_n[None, :], stride_br, stride_bn).to(COMPUTE)
         part = tl.dot(x, y, part, input_precision=PRECISION)
@@ -85,7 +84,7 @@ def _weight(
     pid = tl.program_id(0)
     rm = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    ok_m, ok_n = _inside(rm, M, EVEN_M), _inside(rn, N, EVEN_N)
+    ok_m, ok_n = inside_of(rm, M, EVEN_M), inside_of(rn, N, EVEN_N)
     first = _low_rank(
         a1, b1, rm, rn, ok_m, ok_n, R, R, 1, N, 1,
         COMPUTE, PRECISION, BLOCK_R, EVEN_R, ONE_STEP, FLUSH,
@@ -169,7 +168,7 @@ def _factor_grads(
     local = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rm = start + local
     rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    ok_m, ok_n = _inside(rm, M, EVEN_M), _inside(rn, N, EVEN_N)
+    ok_m, ok_n = inside_of(rm, M, EVEN_M), inside_of(rn, N, EVEN_N)
     if x is None:
         delta = _tile(grad, rm, rn, ok_m[:, None] & ok_n[None, :], N, 1).to(tl.float32)
     else:
@@ -200,7 +199,7 @@ def _factor_grads(
     grad_2 = (delta * first).to(COMPUTE)
     for r in tl.range(0, BLOCK_K if ONE_STEP else R, BLOCK_K, num_stages=1):
         rr = r + tl.arange(0, BLOCK_K)
-        ok_r = _inside(rr, R, EVEN_R)
+        ok_r = inside_of(rr, R, EVEN_R)
         ok = ok_r[:, None] & ok_n[None, :]
         row = (pid_n.to(tl.int64) * 2 * rows + local)[:, None] * R + rr[None, :]
         ok_a = (local < rows)[:, None] & ok_r[None, :]
@@ -321,13 +320,13 @@ def _dense_product(
     pid = tl.program_id(0)
     rm = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    ok_m, ok_n = rm < M, _inside(rn, N, EVEN_N)
+    ok_m, ok_n = rm < M, inside_of(rn, N, EVEN_N)
     part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if FLUSH:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, K, BLOCK_K):
         rk = k + tl.arange(0, BLOCK_K)
-        ok_k = _inside(rk, K, EVEN_K)
+        ok_k = inside_of(rk, K, EVEN_K)
         x = _tile(a, rm, rk, ok_m[:, None] & ok_k[None, :], K, 1).to(COMPUTE)
         first = _low_rank(
             p1, q1, rk, rn, ok_k, ok_n, R, stride_pk, stride_pr, stride_qr, stride_qn,

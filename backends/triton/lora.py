@@ -12,16 +12,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import TL_DTYPE, input_precision, kernel, launch_options
-
-
-@triton.jit
-def _inside(index, size, EVEN: tl.constexpr):
-    """index < size; a constant, which removes the mask, where no tile is cut."""
-    if EVEN:
-        return tl.full(index.shape, True, tl.int1)
-    else:
-        return index < size
+from .common import TL_DTYPE, input_precision, inside_of, kernel, launch_options
 
 
 @triton.jit
@@ -44,8 +35,8 @@ def _tile(
     rm = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rk = tl.arange(0, BLOCK_K)
-    ok_m = _inside(rm, M, EVEN_M)[:, None]
-    ok_n = _inside(rn, N, EVEN_N)[None, :]
+    ok_m = inside_of(rm, M, EVEN_M)[:, None]
+    ok_n = inside_of(rn, N, EVEN_N)[None, :]
 
     split = tl.program_id(1)
     start = split.to(tl.int64) * share
@@ -62,7 +53,7 @@ def _tile(
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     # A constant trip count of one removes the loop and its pipeline.
     for k in tl.range(0, BLOCK_K if ONE_STEP else left, BLOCK_K):
-        ok_k = _inside(rk, left - k, EVEN_K)
+        ok_k = inside_of(rk, left - k, EVEN_K)
         x = tl.load(a + tile_a, mask=ok_m & ok_k[None, :], other=0.0).to(COMPUTE)
         y = tl.load(b + tile_b, mask=ok_k[:, None] & ok_n, other=0.0).to(COMPUTE)
         part = tl.dot(x, y, part, input_precision=PRECISION)

@@ -10,8 +10,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import TL_DTYPE, input_precision, kernel, launch_options
-from .lora import _inside
+from .common import TL_DTYPE, input_precision, inside_of, kernel, launch_options
 
 
 @triton.jit
@@ -32,7 +31,7 @@ def _dot(
     if FLUSH:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in tl.range(0, BLOCK_K if ONE_STEP else K, BLOCK_K):
-        ok_k = _inside(rk, K - k, EVEN_K)
+        ok_k = inside_of(rk, K - k, EVEN_K)
         x = tl.load(a, mask=ok_m & ok_k[None, :], other=0.0).to(COMPUTE)
         y = tl.load(b, mask=ok_k[:, None] & ok_n, other=0.0).to(COMPUTE)
         part = tl.dot(x, y, part, input_precision=PRECISION)
@@ -64,8 +63,8 @@ def _product(
     pid = tl.program_id(0)
     rm = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    ok_m = _inside(rm, M, EVEN_M)[:, None]
-    ok_n = _inside(rn, N, EVEN_N)[None, :]
+    ok_m = inside_of(rm, M, EVEN_M)[:, None]
+    ok_n = inside_of(rn, N, EVEN_N)[None, :]
     acc = _dot(
         a, b, ok_m, ok_n, rm, rn, K, stride_am, stride_ak, stride_bk, stride_bn,
         COMPUTE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, ONE_STEP, FLUSH,

@@ -10,7 +10,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
+from .common import inside_of, kernel
 
 
 @triton.jit
@@ -19,15 +19,6 @@ def _number(scale):
         return tl.load(scale)
     else:
         return scale
-
-
-@triton.jit
-def _inside(index, size, EVEN: tl.constexpr):
-    """index < size; a constant, which removes the mask, where no tile is cut."""
-    if EVEN:
-        return tl.full(index.shape, True, tl.int1)
-    else:
-        return index < size
 
 
 @triton.jit
@@ -51,7 +42,7 @@ def _scaled(
     pid = tl.program_id(0)
     rm = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    ok_m, ok_n = _inside(rm, M, EVEN_M), _inside(rn, N, EVEN_N)
+    ok_m, ok_n = inside_of(rm, M, EVEN_M), inside_of(rn, N, EVEN_N)
     if BY_ROWS:
         factor = _factor(vector, rm % channels, ok_m, _number(scale), DIFF)[:, None]
     else:
@@ -75,14 +66,14 @@ def _gradients(
     lane_m, lane_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     if BY_ROWS:
         fixed = tl.program_id(0) * BLOCK_M + lane_m
-        ok_fixed = _inside(fixed, M, EVEN_M)
+        ok_fixed = inside_of(fixed, M, EVEN_M)
         factor = _factor(vector, fixed % channels, ok_fixed, number, DIFF)[:, None]
         left = tl.minimum(N - first, share).to(tl.int32)
         tile = fixed.to(tl.int64)[:, None] * N + (first + lane_n)[None, :]
         step = tl.cast(BLOCK_N, tl.int64)
     else:
         fixed = tl.program_id(0) * BLOCK_N + lane_n
-        ok_fixed = _inside(fixed, N, EVEN_N)
+        ok_fixed = inside_of(fixed, N, EVEN_N)
         factor = _factor(vector, fixed // inner, ok_fixed, number, DIFF)[None, :]
         left = tl.minimum(M - first, share).to(tl.int32)
         tile = (first + lane_m)[:, None] * N + fixed.to(tl.int64)[None, :]
@@ -90,9 +81,9 @@ def _gradients(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for at in range(0, left, BLOCK_N if BY_ROWS else BLOCK_M):
         if BY_ROWS:
-            inside = ok_fixed[:, None] & _inside(lane_n, left - at, EVEN_N)[None, :]
+            inside = ok_fixed[:, None] & inside_of(lane_n, left - at, EVEN_N)[None, :]
         else:
-            inside = _inside(lane_m, left - at, EVEN_M)[:, None] & ok_fixed[None, :]
+            inside = inside_of(lane_m, left - at, EVEN_M)[:, None] & ok_fixed[None, :]
         g = tl.load(grad + tile, mask=inside, other=0.0).to(tl.float32)
         total += g * tl.load(v + tile, mask=inside, other=0.0).to(tl.float32)
         if grad_v is not None:
@@ -110,7 +101,7 @@ def _gradients(
 def _sum(delta, base, scale, out, size, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     """One piece of out = [base +] scale * delta; ``out`` may be ``base``."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = _inside(index, size, EVEN)
+    inside = inside_of(index, size, EVEN)
     value = tl.load(delta + index, mask=inside, other=0.0).to(tl.float32) * _number(scale)
     if base is not None:
         value += tl.load(base + index, mask=inside, other=0.0).to(tl.float32)
