@@ -221,7 +221,7 @@ _APPLY_CASES = (
     few("plain", _BY_ROWS),
     few("primes", {"T": 37, "I": 61, "O": 83, "r": 2}),
     few("rank 1", {"T": 91, "I": 61, "O": 43, "r": 1}),
-    few("one token", {"T": (), "I": 64, "O": 48, "r": 2}),
+    few("one token", {"T": (), "I": 192, "O": 144, "r": 4}),
     few("integers", _BY_ROWS, "integers", scale=2.0, present=("base",), exact=True),
     few("one nonzero", {"T": 33, "I": 40, "O": 48, "r": 16}, "one_hot", present=("base",)),
     few("cancellation", {"T": 64, "I": 128, "O": 64, "r": 3}, "cancellation"),
