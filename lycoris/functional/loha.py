@@ -67,7 +67,7 @@ def loha_apply(
 ) -> Tensor:
     """``[base +] scale * x @ ((w1_a @ w1_b) o (w2_a @ w2_b))^T``, without storing that weight.
 
-    Up to about rank 26 (at 4096 x 4096) it is a LoRA of rank r^2, whose factors are row-wise
+    Up to rank 32 (at 4096 x 4096) it is a LoRA of rank r^2, whose factors are row-wise
     products of the four given ones; beyond, tiles of the weight are generated as they are used.
     Source: Hyeon-Woo et al., 2022 (FedPara).
 
