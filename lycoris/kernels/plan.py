@@ -49,11 +49,10 @@ def multiprocessors(device: torch.device) -> int:
 def matmul(
     m: int, n: int, k: int, itemsize: int, units: int, dynamic: str, transposed: bool
 ) -> Plan:
-    """The plan of a skinny product (M, N) = (M, K) @ (K, N), from its shape alone.
+    """The plan of a product (M, N) = (M, K) @ (K, N), skinny as a rule, from its shape alone.
 
-    At rank 16 in bf16 the tiles are among the best measured on an H200, at 8192 x 4096
-    (bench/results/2026-11-29-h200-matmul-tiles.txt). Those of longer ranks and of fp32 were chosen
-    to compile without spills.
+    The tiles of 16 bits are among the best measured on an H200
+    (bench/results/*-h200-matmul-tiles.txt). Those of fp32 were chosen to compile without spills.
 
     Args:
         m: rows of the output: the long side.
@@ -71,16 +70,24 @@ def matmul(
         block_k = min(max(16, power_of_2(k)), 32 if wide else 64)
         # Over a longer rank each tile of the factors is worth keeping for more of the output, and
         # 4 warps would spill.
-        tall, warps = 64 if k > 64 and not wide else 32, 8 if block_k > 16 else 4
+        tall = 32 if wide or k <= 64 else 64 if k <= 128 else 128
         block_m = min(tall, max(16, power_of_2(m)))
-        return Plan(block_m, 128, block_k, warps, 1 if k <= block_k else 2, 1, dynamic)
+        stages, warps = 1 if k <= block_k else 2, 8 if block_k > 16 else 4
+        return Plan(block_m, 128, block_k, warps, stages, 1, dynamic)
+    # Of 128 columns, where that leaves tiles for three quarters of the device. Odd operands, which
+    # are copied by single elements, would spill.
+    tiles = tile_count(m, 128) * tile_count(n, 128)
+    large = not wide and n >= 256 and n % 16 == k % 16 == 0 and 4 * tiles >= 3 * units
+    if large and (not transposed or tiles >= units):
+        return Plan(128, 128, 64, 8, 4 if k >= 4 * CHUNK else 3, 1, dynamic)
     block_n = min(max(16, power_of_2(n)), 32 if wide else 64)  # of more, odd operands would spill
     columns = tile_count(n, block_n)
     if transposed and k >= 4 * CHUNK:  # the tokens are summed: long rows of few columns each
         block_m, block_k = min(128, max(16, power_of_2(m))), 32 if wide else 64
         tiles = tile_count(m, block_m) * columns
-        splits = max(1, min(units // tiles, k // (2 * CHUNK), 32))
-        return Plan(block_m, block_n, block_k, 8, 3 if wide else 4, splits, dynamic)
+        few = block_n == 64 and 4 * tiles <= units  # two programs a multiprocessor, of 4 warps
+        splits = max(1, min((2 if few else 1) * units // tiles, k // (2 * CHUNK), 32))
+        return Plan(block_m, block_n, block_k, 4 if few else 8, 3 if wide else 4, splits, dynamic)
     # A longer fp32 tile is faster, and its chain of truncating TF32 products breaks the bound.
     block_k = min(32 if wide else 128 if block_n == 16 else 64, max(16, power_of_2(k)))
     block_m, stages = min(64, max(16, power_of_2(m))), 4

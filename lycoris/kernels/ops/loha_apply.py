@@ -170,7 +170,7 @@ def _apply_backward(
         of_up = run.empty((n_out, width), torch.float32)
         run.matmul(grad.t(), hidden, of_up, scale=scale, dynamic="k")
         _split(run, of_up, (t.w1_a, t.w2_a), (grads.w1_a, grads.w2_a), True)
-        del of_up  # as large, in fp32, as a weight in 16 bits can be: not beside of_down
+        del of_up  # up to half the bytes of a 16-bit weight: not beside of_down
     wanted_b = grads.w1_b is not None or grads.w2_b is not None
     if grads.x is None and not wanted_b:
         return
