@@ -99,9 +99,9 @@ def compose(
 
     ``scaled`` (m, n, b, b) holds S of every block. ``found`` (part.products,) takes the product of
     all stages, (groups, width, width), then that of all but the first, and so on; rows are inputs
-    and columns outputs, so that N = S^T + N' + S^T N'. N' has entries (r, c) only where stages that remain
-    lead from channel r to c: for the product from stage i on, row ``n`` of the (width >> i, width)
-    that are stored is row n // unit * 2^i + y % 2^i, in units, for a column of unit y. Where
+    and columns outputs, so that N = S^T + N' + S^T N'. N' has entries (r, c) only where stages that
+    remain lead from channel r to c: for the product from stage i on, row ``n`` of the (width >> i,
+    width) that are stored is row n // unit * 2^i + y % 2^i, in units, for a column of unit y. Where
     ``transposed`` the first is the gradient of the first product and the others take theirs, at
     those entries: G' = G + S G.
 
