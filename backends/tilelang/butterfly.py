@@ -130,8 +130,9 @@ def compose_kernel(transposed: bool, threads: int) -> Any:
                                     for i in T.serial(unit):
                                         factor = scaled[first + stage, block, 2 * i + half, j]
                                         value[a, q] += held[now, outer * unit + i, q] * factor
-                            held[1 - now, n, q] = value[a, q]
                             found[begin + n * width + c] = value[a, q]
+                    for a, q in T.Parallel(ROWS, COLS):
+                        held[1 - now, tile * ROWS + a, q] = value[a, q]
 
     return compose
 
@@ -301,7 +302,11 @@ def unpack(
         KernelBuildError: the kernel can't be built.
     """
     kernel = build(unpack_kernel, (ADDERS,), total.device)
-    return lambda total, out, part: kernel(total, out, part.pack)
+
+    def launch(total: torch.Tensor, out: torch.Tensor, part: Pass) -> None:
+        kernel(total, out, part.pack)
+
+    return launch
 
 
 def unpack_kernel(threads: int) -> Any:

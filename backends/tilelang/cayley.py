@@ -92,28 +92,27 @@ def invert_kernel(tile: int, read_dtype: str, holds: bool, threads: int) -> Any:
         size: T.int32,
     ) -> None:
         with T.Kernel(count, threads=threads) as block:
-            v = T.alloc_shared((2, tile, tile), "float64")  # before a step, and after it
+            v = T.alloc_shared((tile, tile), "float64")
+            value = T.alloc_fragment((tile, tile), "float64")
             start = T.cast(block, "int64") * (size * size)
             for i, j in T.Parallel(tile, tile):
                 if i < size and j < size:
                     upper = T.cast(source[start + i * size + j], "float64")
                     lower = T.cast(source[start + j * size + i], "float64")
-                    v[0, i, j] = (lower - upper) * (held[0] if holds else T.float64(1))
+                    v[i, j] = (lower - upper) * (held[0] if holds else T.float64(1))
+                else:
+                    v[i, j] = 0
             for k in T.serial(size):
-                now = k & 1
                 for i, j in T.Parallel(tile, tile):
-                    if i < size and j < size:
-                        inverse = T.float64(1) / (1 + v[now, k, k])
-                        if j == k:
-                            v[1 - now, i, j] = -v[now, i, k] * inverse
-                        elif i == k:
-                            v[1 - now, i, j] = v[now, k, j] * inverse
-                        else:
-                            scaled = v[now, i, k] * inverse
-                            v[1 - now, i, j] = v[now, i, j] - scaled * v[now, k, j]
+                    inverse = T.float64(1) / (1 + v[k, k])
+                    scaled = v[i, k] * inverse
+                    rest = v[i, j] - scaled * v[k, j]
+                    other = T.if_then_else(i == k, v[k, j] * inverse, rest)
+                    value[i, j] = T.if_then_else(j == k, -scaled, other)
+                T.copy(value, v)
             for i, j in T.Parallel(tile, tile):
                 if i < size and j < size:
-                    out[start + i * size + j] = 2 * v[size & 1, i, j]
+                    out[start + i * size + j] = 2 * v[i, j]
 
     return invert
 
