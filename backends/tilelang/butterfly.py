@@ -17,24 +17,20 @@ from lycoris.kernels.rotation import WIDEST, Pass
 from .common import NAMES, build
 from .rotation_layout import div, mod
 
-#: Rows that go through the stages of a butterfly together, by columns: one for each thread.
-ROWS, COLS = 8, WIDEST
+#: Columns that go through the stages of a butterfly together, rows at once: one for each thread.
+COLS, ROWS = 8, 32
 #: Entries of a gradient that a program sums, and shares of the rows for each.
 ENTRIES, SHARES = 64, 4
 #: Elements that a program packs, and its threads.
 PACKED, PACKERS = 1024, 256
+#: Elements that a program sums shares of, and its threads.
+SUMMED, ADDERS = 1024, 256
 
 
-def _place(T: Any, c: Any, stage: Any, unit: Any) -> tuple[Any, Any, Any]:
-    """Column c's block within the group, its place in it, and where the block's columns are.
-
-    Place j of the block is column ``start + (j % 2) * step + j // 2``, for the result ``start`` and
-    step = 2^stage * unit.
-    """
-    y = div(c, unit)
-    inner, outer = y & ((T.int32(1) << stage) - 1), y >> (stage + 1)
-    place = (c - y * unit) * 2 + ((y >> stage) & 1)
-    return (outer << stage) + inner, place, ((outer << (stage + 1)) + inner) * unit
+def _product(T: Any, stage: Any, group: Any, groups: Any, width: Any) -> Any:
+    """Where the group's entries of the product from ``stage`` on start; see ``compose``."""
+    before = T.cast(groups * width, "int64") * (2 * width - ((2 * width) >> stage))
+    return before + T.cast(group, "int64") * (width * (width >> stage))
 
 
 def _block(group: Any, within: Any, low: Any, per: Any) -> Any:
@@ -52,87 +48,91 @@ def compose(
     plan: Plan,
     policy: Policy,
 ) -> Launch:
-    """The products, less I, of the first 1, 2, ... stages I + S of a pass, or their gradients.
+    """The products, less I, of the stages I + S of a pass from each on, or their gradients.
 
-    ``scaled`` (m, n, b, b) holds S of every block, ``found`` (stages, groups, width, width) takes a
-    product a stage, P = P' + S + P' S; rows are inputs and columns outputs. Where ``transposed``
-    its last is the gradient of the last product and the others take theirs: G' = G + G S^T.
+    ``scaled`` (m, n, b, b) holds S of every block. ``found`` (part.products,) takes the product of
+    all stages, (groups, width, width), then that of all but the first, and so on; rows are inputs
+    and columns outputs, so that N = S^T + N' + S^T N'. N' has entries (r, c) only where stages that
+    remain lead from channel r to c: for the product from stage i on, row ``n`` of the (width >> i,
+    width) that are stored is row n // unit * 2^i + y % 2^i, in units, for a column of unit y. Where
+    ``transposed`` the first is the gradient of the first product and the others take theirs, at
+    those entries: G' = G + S G.
 
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    kernel = build(compose_kernel, (transposed, COLS), scaled.device)
+    kernel = build(compose_kernel, (transposed, ROWS * COLS), scaled.device)
 
     def launch(scaled: torch.Tensor, found: torch.Tensor, part: Pass, transposed: bool) -> None:
-        kernel(scaled, found, part.first, part.low, part.unit)
+        kernel(scaled, found, part.stages, part.first, part.low, part.width, part.groups)
 
     return launch
 
 
 def compose_kernel(transposed: bool, threads: int) -> Any:
-    """Some rows of one group through every stage: a stage mixes the columns of a row.
-
-    A thread has one column, and keeps it in registers; others gather it, plus I, from ``line``.
-    Of a narrow group, several rows lie side by side.
-    """
+    """Some columns of one group through every stage: a stage mixes the rows of a column."""
     import tilelang.language as T
 
-    names = ("every", "count", "size", "stages", "groups", "width")
-    every, count, size, stages, groups, width = map(T.dynamic, names)
+    every, count, size = map(T.dynamic, ("every", "count", "size"))
+    entries = T.dynamic("entries", "int64")
 
     @T.prim_func
     def compose(
         scaled: T.Tensor((every, count, size, size), "float64"),
-        found: T.Tensor((stages, groups, width, width), "float64"),
-        first: T.int32, low: T.int32, unit: T.int32,
+        found: T.Tensor((entries,), "float64"),
+        stages: T.int32, first: T.int32, low: T.int32, width: T.int32, groups: T.int32,
     ) -> None:  # fmt: skip
-        with T.Kernel(T.ceildiv(width, div(COLS, width) * ROWS), groups, threads=threads) as (
-            by, group,
-        ):  # fmt: skip
+        with T.Kernel(T.ceildiv(width, COLS), groups, threads=threads) as (bx, group):
             T.annotate_min_blocks_per_sm(2)
-            line = T.alloc_shared((ROWS, COLS), "float64")
+            # What the stage before left, and what this one makes.
+            held = T.alloc_shared((2, WIDEST, COLS), "float64")
             value = T.alloc_fragment((ROWS, COLS), "float64")
-            factor = T.alloc_fragment((COLS,), "float64")
-            c = T.alloc_fragment((COLS,), "int32")
-            r = T.alloc_fragment((COLS,), "int32")
-            ends = T.alloc_fragment((COLS,), "int32")
-            block = T.alloc_fragment((COLS,), "int32")
-            place = T.alloc_fragment((COLS,), "int32")
-            start = T.alloc_fragment((COLS,), "int32")
-            T.annotate_layout({value: T.Fragment((ROWS, COLS), forward_fn=lambda i, q: (q, i))})
-            beside = div(COLS, width)
-            for q in T.Parallel(COLS):
-                c[q] = mod(q, width)
-                r[q] = by * beside * ROWS + div(q, width)
-                # Threads that are left over have no rows.
-                ends[q] = T.if_then_else(q < beside * width, width, 0)
-            for i, q in T.Parallel(ROWS, COLS):
-                value[i, q] = 0
-                if transposed:
-                    if r[q] + i * beside < ends[q]:
-                        value[i, q] = found[stages - 1, group, r[q] + i * beside, c[q]]
+            unit = size >> 1
+            if transposed:
+                for tile in T.serial(T.ceildiv(width, ROWS)):
+                    for a, q in T.Parallel(ROWS, COLS):
+                        n, c = tile * ROWS + a, bx * COLS + q
+                        if n < width and c < width:
+                            at_first = _product(T, 0, group, groups, width)
+                            held[0, n, q] = found[at_first + n * width + c]
             for at in T.serial(stages - 1 if transposed else stages):
-                stage = stages - 1 - at if transposed else at
-                for i, q in T.Parallel(ROWS, COLS):
-                    own = not transposed and c[q] == r[q] + i * beside
-                    line[i, q] = value[i, q] + T.cast(own, "float64")
-                for q in T.Parallel(COLS):
-                    within, place[q], begin = _place(T, c[q], stage, unit)
-                    block[q] = _block(group, within, low, div(width, size))
-                    start[q] = begin + T.if_then_else(ends[q] > 0, q - c[q], 0)
-                for k in T.serial(size):
-                    for q in T.Parallel(COLS):
-                        if transposed:
-                            factor[q] = scaled[first + stage, block[q], k, place[q]]
-                        else:
-                            factor[q] = scaled[first + stage, block[q], place[q], k]
-                    for i, q in T.Parallel(ROWS, COLS):
-                        column = start[q] + (((k & 1) * unit) << stage) + (k >> 1)
-                        value[i, q] += line[i, column] * factor[q]
-                for i, q in T.Parallel(ROWS, COLS):
-                    if r[q] + i * beside < ends[q]:
-                        target = stage - 1 if transposed else stage
-                        found[target, group, r[q] + i * beside, c[q]] = value[i, q]
+                stage = at if transposed else stages - 1 - at
+                target = stage + 1 if transposed else stage
+                stored = width >> target
+                now = at & 1
+                begin = _product(T, target, group, groups, width)
+                for tile in T.serial(T.ceildiv(stored, ROWS)):
+                    for a, q in T.Parallel(ROWS, COLS):
+                        n, c = tile * ROWS + a, bx * COLS + q
+                        value[a, q] = 0
+                        if n < stored and c < width:
+                            y = div(c, unit)
+                            half = (y >> stage) & 1
+                            outer = div(n, unit if transposed else size)
+                            own = mod(n, unit)
+                            within = (outer << stage) + (y & ((T.int32(1) << stage) - 1))
+                            block = _block(group, within, low, div(width, size))
+                            if transposed:
+                                value[a, q] = held[now, (2 * outer + half) * unit + own, q]
+                                for j in T.serial(size):
+                                    row = (2 * outer + (j & 1)) * unit + (j >> 1)
+                                    factor = scaled[first + stage, block, 2 * own + half, j]
+                                    value[a, q] += held[now, row, q] * factor
+                            else:
+                                bit = div(n, unit) & 1
+                                j = 2 * own + bit
+                                if outer == y >> (stage + 1):
+                                    k = 2 * mod(c, unit) + half
+                                    value[a, q] = scaled[first + stage, block, k, j]
+                                if at > 0:
+                                    if bit == half:
+                                        value[a, q] += held[now, outer * unit + own, q]
+                                    for i in T.serial(unit):
+                                        factor = scaled[first + stage, block, 2 * i + half, j]
+                                        value[a, q] += held[now, outer * unit + i, q] * factor
+                            found[begin + n * width + c] = value[a, q]
+                    for a, q in T.Parallel(ROWS, COLS):
+                        held[1 - now, tile * ROWS + a, q] = value[a, q]
 
     return compose
 
@@ -149,8 +149,8 @@ def stage_gradient(
 ) -> Launch:
     """The gradient of every block of a pass's stages, into its place in ``deltas`` (m, n, b, b).
 
-    ``found`` and ``grads`` (stages, groups, width, width) are the products, less I, and their
-    gradients, as ``compose`` leaves them: dS = (I + P')^T G at the block's entries.
+    ``found`` and ``grads`` (part.products,) are the products, less I, and their gradients, as
+    ``compose`` leaves them: dS = (I + N') G^T at the block's entries.
 
     Raises:
         KernelBuildError: the kernel can't be built.
@@ -158,7 +158,10 @@ def stage_gradient(
     kernel = build(stage_gradient_kernel, (ENTRIES * SHARES,), found.device)
 
     def launch(found: torch.Tensor, grads: torch.Tensor, deltas: torch.Tensor, part: Pass) -> None:
-        kernel(found, grads, deltas, part.first, part.low, part.unit)
+        kernel(
+            *(found, grads, deltas),
+            *(part.stages, part.first, part.low, part.width, part.groups),
+        )
 
     return launch
 
@@ -167,47 +170,53 @@ def stage_gradient_kernel(threads: int) -> Any:
     """ENTRIES entries of the gradients of one stage's blocks in one group."""
     import tilelang.language as T
 
-    names = ("every", "count", "size", "stages", "groups", "width")
-    every, count, size, stages, groups, width = map(T.dynamic, names)
+    every, count, size = map(T.dynamic, ("every", "count", "size"))
+    entries = T.dynamic("entries", "int64")
 
     @T.prim_func
     def stage_gradient(
-        found: T.Tensor((stages, groups, width, width), "float64"),
-        grads: T.Tensor((stages, groups, width, width), "float64"),
+        found: T.Tensor((entries,), "float64"),
+        grads: T.Tensor((entries,), "float64"),
         deltas: T.Tensor((every, count, size, size), "float64"),
-        first: T.int32, low: T.int32, unit: T.int32,
+        stages: T.int32, first: T.int32, low: T.int32, width: T.int32, groups: T.int32,
     ) -> None:  # fmt: skip
         with T.Kernel(T.ceildiv(width * size, ENTRIES), groups, stages, threads=threads) as (
             bx, group, stage,
         ):  # fmt: skip
             share = T.alloc_fragment((SHARES, ENTRIES), "float64")
             total = T.alloc_shared((SHARES, ENTRIES), "float64")
-            c = T.alloc_fragment((SHARES, ENTRIES), "int32")
-            column = T.alloc_fragment((SHARES, ENTRIES), "int32")
+            unit = size >> 1
+            terms = T.if_then_else(stage < stages - 1, width >> (stage + 1), 0)
             for s, q in T.Parallel(SHARES, ENTRIES):
-                c[s, q] = div(bx * ENTRIES + q, size)
-                k = mod(bx * ENTRIES + q, size)
-                _, _, start = _place(T, c[s, q], stage, unit)
-                column[s, q] = start + (((k & 1) * unit) << stage) + (k >> 1)
+                e = bx * ENTRIES + q
                 share[s, q] = 0
-                if s == 0 and c[s, q] < width:
-                    share[s, q] = grads[stage, group, column[s, q], c[s, q]]  # I^T G
-            if stage > 0:
-                for tile in T.serial(T.ceildiv(width, SHARES)):
-                    for s, q in T.Parallel(SHARES, ENTRIES):
-                        r = tile * SHARES + s
-                        if r < width and c[s, q] < width:
-                            before = found[stage - 1, group, r, column[s, q]]
-                            share[s, q] += before * grads[stage, group, r, c[s, q]]
+                if e < width * size:
+                    within = div(e, size * size)
+                    k, j = mod(div(e, size), size), mod(e, size)
+                    outer, inner = within >> stage, within & ((T.int32(1) << stage) - 1)
+                    row = (2 * outer + (j & 1)) * unit + (j >> 1)
+                    grad = _product(T, stage, group, groups, width) + row * width
+                    after = _product(T, stage + 1, group, groups, width)
+                    after_row = after + (outer * unit + (k >> 1)) * width
+                    # The columns that the row has entries in.
+                    start = (((k & 1) << stage) + inner) * unit
+                    if s == 0:  # I G^T
+                        share[s, q] = grads[grad + start + ((2 * outer) << stage) * unit + (k >> 1)]
+                    for tile in T.serial(T.ceildiv(terms, SHARES)):
+                        term = tile * SHARES + s
+                        if term < terms:
+                            c = start + ((2 * div(term, unit)) << stage) * unit + mod(term, unit)
+                            share[s, q] += found[after_row + c] * grads[grad + c]
             T.copy(share, total)
             for q in T.Parallel(ENTRIES):
-                at, k = div(bx * ENTRIES + q, size), mod(bx * ENTRIES + q, size)
-                if at < width:
-                    within, place, _ = _place(T, at, stage, unit)
+                e = bx * ENTRIES + q
+                if e < width * size:
+                    within = div(e, size * size)
                     block = _block(group, within, low, div(width, size))
                     for s in T.serial(1, SHARES):
                         total[0, q] += total[s, q]
-                    deltas[first + stage, block, place, k] = total[0, q]
+                    at_k, at_j = mod(div(e, size), size), mod(e, size)
+                    deltas[first + stage, block, at_k, at_j] = total[0, q]
 
     return stage_gradient
 
@@ -278,3 +287,50 @@ def pack_kernel(dtype: torch.dtype, divided: bool, threads: int) -> Any:
                     value[e] -= T.cast(T.cast(short, "float32"), "float64")
 
     return pack
+
+
+@prepared
+def unpack(
+    total: torch.Tensor, out: torch.Tensor, part: Pass, *, plan: Plan, policy: Policy
+) -> Launch:
+    """The sum of the shares of v^T g, by group.
+
+    ``total`` (shares, packs, padded, padded) fp32, as ``gram`` leaves it; ``out`` (groups, width,
+    width) fp64.
+
+    Raises:
+        KernelBuildError: the kernel can't be built.
+    """
+    kernel = build(unpack_kernel, (ADDERS,), total.device)
+
+    def launch(total: torch.Tensor, out: torch.Tensor, part: Pass) -> None:
+        kernel(total, out, part.pack)
+
+    return launch
+
+
+def unpack_kernel(threads: int) -> Any:
+    """SUMMED elements of one group, each the sum of its shares in order."""
+    import tilelang.language as T
+
+    names = ("shares", "packs", "padded", "groups", "width")
+    shares, packs, padded, groups, width = map(T.dynamic, names)
+
+    @T.prim_func
+    def unpack(
+        total: T.Tensor((shares, packs, padded, padded), "float32"),
+        out: T.Tensor((groups, width, width), "float64"),
+        pack: T.int32,
+    ) -> None:
+        with T.Kernel(T.ceildiv(width * width, SUMMED), groups, threads=threads) as (bx, group):
+            sums = T.alloc_fragment((SUMMED,), "float64")
+            for e in T.Parallel(SUMMED):
+                r, c = div(bx * SUMMED + e, width), mod(bx * SUMMED + e, width)
+                sums[e] = 0
+                if r < width:
+                    which, start = div(group, pack), mod(group, pack) * width
+                    for share in T.serial(shares):
+                        sums[e] += T.cast(total[share, which, start + r, start + c], "float64")
+                    out[group, r, c] = sums[e]
+
+    return unpack

@@ -45,7 +45,18 @@ def eliminate(
     tiles = -(-size // tile)
     first = source is None
     read_dtype = NAMES[blocks.dtype] if first else "float64"
-    params = (tile, read_dtype, first and held is not None, first, step == tiles - 1, THREADS)
+    holds = first and held is not None
+    if tiles == 1:
+        whole = build(invert_kernel, (tile, read_dtype, holds, THREADS), blocks.device)
+
+        def solve(
+            blocks: torch.Tensor, held: torch.Tensor | None, _: None, target: torch.Tensor, *__: int
+        ) -> None:
+            factor = target if held is None else held
+            whole(blocks.view(-1), factor.view(-1), target.view(-1), count, size)
+
+        return solve
+    params = (tile, read_dtype, holds, first, step == tiles - 1, THREADS)
     kernel = build(eliminate_kernel, params, blocks.device)
 
     def launch(
@@ -60,6 +71,50 @@ def eliminate(
         kernel(read.view(-1), factor.view(-1), target.view(-1), count, size, step, tiles)
 
     return launch
+
+
+def invert_kernel(tile: int, read_dtype: str, holds: bool, threads: int) -> Any:
+    """D = 2 ((I - Q)^-1 - I) of a block of one tile.
+
+    A step inverts one pivot of the tableau, whose diagonal is kept less I: no digit is lost to I,
+    however small Q is. No pivot is small, as in :func:`eliminate_kernel`.
+    """
+    import tilelang.language as T
+
+    n, h, m = (T.dynamic(name, "int64") for name in "nhm")
+
+    @T.prim_func
+    def invert(
+        source: T.Tensor((n,), read_dtype),
+        held: T.Tensor((h,), "float64"),
+        out: T.Tensor((m,), "float64"),
+        count: T.int32,
+        size: T.int32,
+    ) -> None:
+        with T.Kernel(count, threads=threads) as block:
+            v = T.alloc_shared((tile, tile), "float64")
+            value = T.alloc_fragment((tile, tile), "float64")
+            start = T.cast(block, "int64") * (size * size)
+            for i, j in T.Parallel(tile, tile):
+                if i < size and j < size:
+                    upper = T.cast(source[start + i * size + j], "float64")
+                    lower = T.cast(source[start + j * size + i], "float64")
+                    v[i, j] = (lower - upper) * (held[0] if holds else T.float64(1))
+                else:
+                    v[i, j] = 0
+            for k in T.serial(size):
+                for i, j in T.Parallel(tile, tile):
+                    inverse = T.float64(1) / (1 + v[k, k])
+                    scaled = v[i, k] * inverse
+                    rest = v[i, j] - scaled * v[k, j]
+                    other = T.if_then_else(i == k, v[k, j] * inverse, rest)
+                    value[i, j] = T.if_then_else(j == k, -scaled, other)
+                T.copy(value, v)
+            for i, j in T.Parallel(tile, tile):
+                if i < size and j < size:
+                    out[start + i * size + j] = 2 * v[i, j]
+
+    return invert
 
 
 def eliminate_kernel(

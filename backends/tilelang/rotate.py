@@ -17,7 +17,7 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 from lycoris.kernels.rotation import Pass
 
-from .butterfly import compose, pack, stage_gradient
+from .butterfly import compose, pack, stage_gradient, unpack
 from .cayley import cayley_gradient, eliminate
 from .common import NAMES, build
 from .rotation_gram import gram
@@ -31,6 +31,7 @@ __all__ = [
     "pack",
     "rotate",
     "stage_gradient",
+    "unpack",
 ]
 
 

@@ -15,17 +15,10 @@ from .common import kernel
 
 
 @triton.jit
-def _place(c, stage, unit):
-    """Column c's block within the group, its place in it, and where the block's columns are.
-
-    Place j of the block is column ``start + (j % 2) * step + j // 2``: the last two results.
-    """
-    low = 1 << stage
-    y = c // unit
-    inner = y % low
-    outer = y // (2 * low)
-    place = c % unit * 2 + y // low % 2
-    return outer * low + inner, place, (outer * 2 * low + inner) * unit, low * unit
+def _product(stage, group, groups, width):
+    """Where the group's entries of the product from ``stage`` on start; see ``compose``."""
+    before = tl.cast(groups, tl.int64) * width * (2 * width - (2 * width >> stage))
+    return before + group.to(tl.int64) * width * (width >> stage)
 
 
 @triton.jit
@@ -37,39 +30,58 @@ def _block(group, within, low, per):
 @kernel
 def _compose(
     scaled, found,
-    stages, first, low, unit, width, groups, count,
-    SIZE: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    stages, first, low, width, groups, count,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one group through every stage: a stage mixes the columns of a row.
+    """Some columns of one group through every stage: a stage mixes the rows of a column.
 
-    A stage gathers what this program stored at the stage before, hence the barriers.
+    A stage reads what this program stored at the stage before, hence the barriers.
     """
-    group = tl.program_id(0)
-    r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    c = tl.arange(0, COLS)[None, :]
-    ok = (r < width) & (c < width)
-    row = found + (group.to(tl.int64) * width + r) * width
-    step = tl.cast(groups, tl.int64) * width * width
+    UNIT: tl.constexpr = SIZE // 2
+    group = tl.program_id(1)
+    c = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
+    y, u = c // UNIT, c % UNIT
     for at in tl.range(0, stages - 1 if TRANSPOSED else stages):
-        if TRANSPOSED:
-            stage = stages - 1 - at
-            before, after, known = row + stage * step, row + (stage - 1) * step, ok
-        else:
-            stage = at
-            before, after, known = row + (stage - 1) * step, row + stage * step, ok & (stage > 0)
-        within, place, start, stride = _place(c, stage, unit)
-        block = ((first + stage) * count + _block(group, within, low, width // SIZE)).to(tl.int64)
-        value = tl.load(before + c, mask=known, other=0.0)
-        for k in tl.range(0, SIZE):
-            column = start + k % 2 * stride + k // 2
-            mixed = tl.load(before + column, mask=known, other=0.0)
+        stage = at if TRANSPOSED else stages - 1 - at
+        inner = y & ((1 << stage) - 1)
+        half = y >> stage & 1
+        near = found + _product(stage, group, groups, width) + c
+        far = found + _product(stage + 1, group, groups, width) + c
+        stored = width >> stage + 1 if TRANSPOSED else width >> stage
+        for tile in tl.range(0, tl.cdiv(stored, ROWS)):
+            n = tile * ROWS + tl.arange(0, ROWS)[:, None]
+            ok = (c < width) & (n < stored)
+            outer = n // UNIT if TRANSPOSED else n // SIZE
+            within = (outer << stage) + inner
+            block = ((first + stage) * count + _block(group, within, low, width // SIZE)).to(
+                tl.int64
+            )
             if TRANSPOSED:
-                entry = (block * SIZE + k) * SIZE + place
+                i = n % UNIT
+                value = tl.load(near + ((2 * outer + half) * UNIT + i) * width, mask=ok, other=0.0)
+                entry = scaled + (block * SIZE + 2 * i + half) * SIZE
+                for j0 in tl.range(0, SIZE, CHUNK):
+                    for step in tl.static_range(CHUNK):
+                        j = j0 + step
+                        row = (2 * outer + j % 2) * UNIT + j // 2
+                        mixed = tl.load(near + row * width, mask=ok, other=0.0)
+                        value += mixed * tl.load(entry + j, mask=ok, other=0.0)
+                tl.store(far + n * width, value, mask=ok)
             else:
-                entry = (block * SIZE + place) * SIZE + k
-                mixed += tl.where(column == r, 1.0, 0.0).to(tl.float64)
-            value += mixed * tl.load(scaled + entry, mask=c < width, other=0.0)
-        tl.store(after + c, value, mask=ok)
+                bit, own = n // UNIT % 2, n % UNIT
+                entry = scaled + (block * SIZE + half) * SIZE + 2 * own + bit
+                known = ok & (stage < stages - 1)
+                mine = known & (bit == half)
+                value = tl.load(far + (outer * UNIT + own) * width, mask=mine, other=0.0)
+                inside = ok & (outer == y >> stage + 1)
+                value += tl.load(entry + 2 * u * SIZE, mask=inside, other=0.0)
+                for i0 in tl.range(0, UNIT, CHUNK):
+                    for step in tl.static_range(CHUNK):
+                        i = i0 + step
+                        mixed = tl.load(far + (outer * UNIT + i) * width, mask=known, other=0.0)
+                        value += mixed * tl.load(entry + 2 * i * SIZE, mask=known, other=0.0)
+                tl.store(near + n * width, value, mask=ok)
         tl.debug_barrier()
 
 
@@ -83,54 +95,69 @@ def compose(
     plan: Plan,
     policy: Policy,
 ) -> Launch:
-    """The products, less I, of the first 1, 2, ... stages I + S of a pass, or their gradients.
+    """The products, less I, of the stages I + S of a pass from each on, or their gradients.
 
-    ``scaled`` (m, n, b, b) holds S of every block, ``found`` (stages, groups, width, width) takes a
-    product a stage, P = P' + S + P' S; rows are inputs and columns outputs. Where ``transposed``
-    its last is the gradient of the last product and the others take theirs: G' = G + G S^T.
+    ``scaled`` (m, n, b, b) holds S of every block. ``found`` (part.products,) takes the product of
+    all stages, (groups, width, width), then that of all but the first, and so on; rows are inputs
+    and columns outputs, so that N = S^T + N' + S^T N'. N' has entries (r, c) only where stages that
+    remain lead from channel r to c: for the product from stage i on, row ``n`` of the (width >> i,
+    width) that are stored is row n // unit * 2^i + y % 2^i, in units, for a column of unit y. Where
+    ``transposed`` the first is the gradient of the first product and the others take theirs, at
+    those entries: G' = G + S G.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
     options = {
         "SIZE": part.size,
-        "COLS": plan.block_n,
         "ROWS": plan.block_m,
+        "COLS": plan.block_n,
+        "CHUNK": _chunk(part.size if transposed else part.unit),
         "TRANSPOSED": transposed,
         "num_warps": plan.num_warps,
     }
-    grid = (part.groups, triton.cdiv(part.width, plan.block_m))
-    shape = (part.low, part.unit, part.width, part.groups, scaled.shape[1])
-    fixed = (part.stages, part.first, *shape)
+    grid = (triton.cdiv(part.width, plan.block_n), part.groups)
+    fixed = (part.stages, part.first, part.low, part.width, part.groups, scaled.shape[1])
     launch = _compose.prepare(grid, (scaled, found), options, fixed)
     return lambda scaled, found, part, transposed: launch(scaled, found)
+
+
+def _chunk(count: int) -> int:
+    """Terms of a sum that are loaded together: a divisor of their number."""
+    return next(n for n in range(8, 0, -1) if count % n == 0)
 
 
 @kernel
 def _stage_gradient(
     found, grads, deltas,
-    first, low, unit, width, groups, count,
+    stages, first, low, width, groups, count,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK entries of the gradients of one stage's blocks in one group."""
+    UNIT: tl.constexpr = SIZE // 2
     group, stage = tl.program_id(1), tl.program_id(2)
-    q = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    c, k = q // SIZE, q % SIZE
-    within, place, start, stride = _place(c, stage, unit)
-    column = (start + k % 2 * stride + k // 2)[None, :]
-    ok = (c < width)[None, :]
-    step = tl.cast(groups, tl.int64) * width * width
-    grad = grads + stage * step + group.to(tl.int64) * width * width
-    before = found + (stage - 1) * step + group.to(tl.int64) * width * width
-    total = tl.zeros((ROWS, BLOCK), tl.float64)
-    for tile in tl.range(0, tl.cdiv(width, ROWS)):
-        r = tile * ROWS + tl.arange(0, ROWS)[:, None]
-        inside = ok & (r < width)
-        mixed = tl.where(column == r, 1.0, 0.0).to(tl.float64)
-        mixed += tl.load(before + r * width + column, mask=inside & (stage > 0), other=0.0)
-        total += mixed * tl.load(grad + r * width + c[None, :], mask=inside, other=0.0)
-    block = ((first + stage) * count + _block(group, within, low, width // SIZE)).to(tl.int64)
-    tl.store(deltas + (block * SIZE + place) * SIZE + k, tl.sum(total, axis=0), mask=c < width)
+    e = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    within, k, j = e // (SIZE * SIZE), e // SIZE % SIZE, e % SIZE
+    outer, inner, half = within >> stage, within & ((1 << stage) - 1), k % 2
+    ok = e < width * SIZE
+    grad = grads + _product(stage, group, groups, width)
+    grad += ((2 * outer + j % 2) * UNIT + j // 2) * width
+    after = found + _product(stage + 1, group, groups, width) + (outer * UNIT + k // 2) * width
+    # I, then the columns that the row has entries in.
+    start = ((half << stage) + inner) * UNIT
+    total = tl.load(grad + start + (2 * outer << stage) * UNIT + k // 2, mask=ok, other=0.0)
+    sums = tl.zeros((ROWS, BLOCK), tl.float64)
+    terms = tl.where(stage < stages - 1, width >> stage + 1, 0)
+    for tile in tl.range(0, tl.cdiv(terms, ROWS)):
+        q = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        c = start + (2 * (q // UNIT) << stage) * UNIT + q % UNIT
+        inside = ok & (q < terms)
+        factor = tl.load(after + c, mask=inside, other=0.0)
+        sums += factor * tl.load(grad + c, mask=inside, other=0.0)
+    total += tl.sum(sums, axis=0)[None, :]
+    block = (first + stage) * count + _block(group, within, low, width // SIZE)
+    at = block.to(tl.int64) * (SIZE * SIZE) + e % (SIZE * SIZE)
+    tl.store(deltas + at, total, mask=ok)
 
 
 @prepared
@@ -145,8 +172,8 @@ def stage_gradient(
 ) -> Launch:
     """The gradient of every block of a pass's stages, into its place in ``deltas`` (m, n, b, b).
 
-    ``found`` and ``grads`` (stages, groups, width, width) are the products, less I, and their
-    gradients, as ``compose`` leaves them: dS = (I + P')^T G at the block's entries.
+    ``found`` and ``grads`` (part.products,) are the products, less I, and their gradients, as
+    ``compose`` leaves them: dS = (I + N') G^T at the block's entries.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
@@ -158,7 +185,7 @@ def stage_gradient(
         "num_warps": plan.num_warps,
     }
     grid = (triton.cdiv(part.width * part.size, plan.block_n), part.groups, part.stages)
-    fixed = (part.first, part.low, part.unit, part.width, part.groups, deltas.shape[1])
+    fixed = (part.stages, part.first, part.low, part.width, part.groups, deltas.shape[1])
     launch = _stage_gradient.prepare(grid, (found, grads, deltas), options, fixed)
     return lambda found, grads, deltas, part: launch(found, grads, deltas)
 
@@ -214,3 +241,42 @@ def pack(
     fixed = (part.width, part.pack, part.groups, part.packs)
     launch = _pack.prepare(grid, (matrix, power, parts), options, fixed)
     return lambda matrix, power, parts, part: launch(matrix, power, parts)
+
+
+@kernel
+def _unpack(
+    total, out,
+    shares, width, pack, groups, packs,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK elements of the groups, each the sum of its shares in order."""
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = e // width
+    group, r, c = row // width, row % width, e % width
+    first = group % pack * width
+    at = total + (group // pack * PADDED + first + r) * PADDED + first + c
+    ok = group < groups
+    sums = tl.zeros((BLOCK,), tl.float64)
+    for share in tl.range(0, shares):
+        sums += tl.load(at, mask=ok, other=0.0).to(tl.float64)
+        at += tl.cast(packs, tl.int64) * PADDED * PADDED
+    tl.store(out + e, sums, mask=ok)
+
+
+@prepared
+def unpack(
+    total: torch.Tensor, out: torch.Tensor, part: Pass, *, plan: Plan, policy: Policy
+) -> Launch:
+    """The sum of the shares of v^T g, by group.
+
+    ``total`` (shares, packs, padded, padded) fp32, as ``gram`` leaves it; ``out`` (groups, width,
+    width) fp64.
+
+    Raises:
+        KernelBuildError: the kernel doesn't compile for this device and plan.
+    """
+    options = {"PADDED": part.padded, "BLOCK": plan.block_n, "num_warps": plan.num_warps}
+    grid = (triton.cdiv(part.groups * part.width**2, plan.block_n),)
+    fixed = (total.shape[0], part.width, part.pack, part.groups, part.packs)
+    launch = _unpack.prepare(grid, (total, out), options, fixed)
+    return lambda total, out, part: launch(total, out)

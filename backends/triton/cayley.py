@@ -43,6 +43,23 @@ def _side_by_side(count, NB: tl.constexpr, TILE: tl.constexpr):
     return which[:, None, None], t[None, :, None], t[None, None, :]
 
 
+@triton.jit
+def _inverse_less_identity(v, i, j, size):
+    """(I + V)^-1 - I, in place of V: no digit is lost to I, however small V is.
+
+    A step inverts one pivot of the tableau; only the diagonal is kept less I.
+    """
+    for k in tl.range(0, size):
+        at_i, at_j = i == k, j == k
+        col = tl.sum(tl.where(at_j, v, 0.0), axis=2)[:, :, None]
+        row = tl.sum(tl.where(at_i, v, 0.0), axis=1)[:, None, :]
+        inverse = 1.0 / (1.0 + tl.sum(tl.where(at_j, row, 0.0), axis=2)[:, :, None])
+        col *= inverse
+        rest = tl.where(at_i, 0.0, v) - tl.where(at_i, -inverse, col) * row
+        v = tl.where(at_j, -col, rest)
+    return v
+
+
 @kernel
 def _eliminate(
     source, held, target,
@@ -52,12 +69,21 @@ def _eliminate(
 ):  # fmt: skip
     """One step of a block Gauss-Jordan elimination, for one tile of [I - Q | 2 Q].
 
-    No pivot is small: I - Q and its Schur complements have a symmetric part of at least I.
+    A block of ONE tile needs no right half: D = 2 ((I - Q)^-1 - I). No pivot is small: I - Q and
+    its Schur complements have a symmetric part of at least I.
     """
     block, i, j = _side_by_side(count, NB, TILE)
     factor = tl.full((1, 1, 1), 1.0, tl.float64)
     if held is not None:
         factor *= tl.load(held)
+    if ONE:
+        ok = (block >= 0) & (i < size) & (j < size)
+        upper = tl.load(source + (block * size + i) * size + j, mask=ok, other=0.0)
+        lower = tl.load(source + (block * size + j) * size + i, mask=ok, other=0.0)
+        q = (upper.to(tl.float64) - lower.to(tl.float64)) * factor
+        delta = 2.0 * _inverse_less_identity(-q, i, j, size)
+        tl.store(target + (block * size + i) * size + j, delta, mask=ok)
+        return
     SIZE = tiles * TILE
     at = step * TILE
     # The inverse of the tile on the diagonal, in place.
@@ -78,13 +104,12 @@ def _eliminate(
         y += col * tl.sum(tl.where(i == k, rows, 0.0), axis=1)[:, None, :]
     r = tl.program_id(1) * TILE + i
     value = y
-    if not ONE:
-        if tl.program_id(1) != step:
-            value = _entries(source, factor, block, r, c, SIZE, size, FIRST)
-            cols = _entries(source, factor, block, r, at + j, SIZE, size, FIRST)
-            for k in tl.range(0, TILE):
-                col = tl.sum(tl.where(j == k, cols, 0.0), axis=2)[:, :, None]
-                value -= col * tl.sum(tl.where(i == k, y, 0.0), axis=1)[:, None, :]
+    if tl.program_id(1) != step:
+        value = _entries(source, factor, block, r, c, SIZE, size, FIRST)
+        cols = _entries(source, factor, block, r, at + j, SIZE, size, FIRST)
+        for k in tl.range(0, TILE):
+            col = tl.sum(tl.where(j == k, cols, 0.0), axis=2)[:, :, None]
+            value -= col * tl.sum(tl.where(i == k, y, 0.0), axis=1)[:, None, :]
     right = c >= SIZE
     col = tl.where(right, c - SIZE, c)
     ok = (block >= 0) & (r < size) & (col < size)
@@ -135,25 +160,38 @@ def eliminate(
 
 
 @kernel
-def _cayley_gradient(delta, deltas, out, count, size, NB: tl.constexpr, TILE: tl.constexpr):
-    """out = Z - Z^T with Z = 2 N^T dD N^T, N = I + D / 2, of NB blocks."""
+def _cayley_gradient(
+    delta, deltas, out,
+    count, size,
+    NB: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """out = Z - Z^T with Z = 2 N^T dD N^T, N = I + D / 2, of NB blocks; of one where DOT."""
     block, i, j = _side_by_side(count, NB, TILE)
     start = block * size * size
-    ok_i, ok_j = (block >= 0) & (i < size), (block >= 0) & (j < size)
-    half = tl.zeros((NB, TILE, TILE), tl.float64)
-    for k in tl.range(0, size):
-        # Row k of N by rows of the result, row k of dD by its columns.
-        n = tl.load(delta + start + k * size + i, mask=ok_i, other=0.0) * 0.5
-        n += tl.where(i == k, 1.0, 0.0).to(tl.float64)
-        half += n * tl.load(deltas + start + k * size + j, mask=ok_j, other=0.0)
-    z = tl.zeros((NB, TILE, TILE), tl.float64)
-    for k in tl.range(0, size):
-        n = tl.load(delta + start + j * size + k, mask=ok_j, other=0.0) * 0.5
-        n += tl.where(j == k, 1.0, 0.0).to(tl.float64)
-        z += tl.sum(tl.where(j == k, half, 0.0), axis=2)[:, :, None] * n
+    at = start + i * size + j
+    ok = (block >= 0) & (i < size) & (j < size)
+    if DOT:
+        unit = tl.where(i == j, 1.0, 0.0).to(tl.float64)
+        n = tl.load(delta + at, mask=ok, other=0.0) * 0.5 + unit
+        turned = tl.trans(tl.reshape(n, (TILE, TILE)))
+        middle = tl.reshape(tl.load(deltas + at, mask=ok, other=0.0), (TILE, TILE))
+        half = tl.dot(turned, middle, out_dtype=tl.float64)
+        z = tl.dot(half, turned, out_dtype=tl.float64)[None, :, :]
+    else:
+        half = tl.zeros((NB, TILE, TILE), tl.float64)
+        z = tl.zeros((NB, TILE, TILE), tl.float64)
+        ok_i, ok_j = (block >= 0) & (i < size), (block >= 0) & (j < size)
+        for k in tl.static_range(TILE):
+            # Row k of N by rows of the result, row k of dD by its columns.
+            n = tl.load(delta + start + k * size + i, mask=ok_i & (k < size), other=0.0) * 0.5
+            n += tl.where(i == k, 1.0, 0.0).to(tl.float64)
+            half += n * tl.load(deltas + start + k * size + j, mask=ok_j & (k < size), other=0.0)
+        for k in tl.static_range(TILE):
+            n = tl.load(delta + start + j * size + k, mask=ok_j & (k < size), other=0.0) * 0.5
+            n += tl.where(j == k, 1.0, 0.0).to(tl.float64)
+            z += tl.sum(tl.where(j == k, half, 0.0), axis=2)[:, :, None] * n
     value = 2.0 * (z - tl.permute(z, (0, 2, 1)))
-    at = out + start + i * size + j
-    tl.store(at, value.to(tl.float32).to(out.dtype.element_ty), mask=ok_i & ok_j)
+    tl.store(out + at, value.to(tl.float32).to(out.dtype.element_ty), mask=ok)
 
 
 @prepared
@@ -174,6 +212,12 @@ def cayley_gradient(
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
     count, size, _ = delta.shape
-    options = {"NB": plan.block_m, "TILE": plan.block_n, "num_warps": plan.num_warps}
+    options = {
+        "NB": plan.block_m,
+        "TILE": plan.block_n,
+        # Triton has no fp64 products for AMD, nor for tiles below 16.
+        "DOT": plan.block_m == 1 and plan.block_n >= 16 and torch.version.hip is None,
+        "num_warps": plan.num_warps,
+    }
     grid = (triton.cdiv(count, plan.block_m),)
     return _cayley_gradient.prepare(grid, (delta, deltas, out), options, (count, size))

@@ -17,7 +17,7 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 from lycoris.kernels.rotation import FLUSH, Pass
 
-from .butterfly import compose, pack, stage_gradient
+from .butterfly import compose, pack, stage_gradient, unpack
 from .cayley import cayley_gradient, eliminate
 from .common import MIN_TRIPLE, TL_DTYPE, kernel
 
@@ -29,6 +29,7 @@ __all__ = [
     "pack",
     "rotate",
     "stage_gradient",
+    "unpack",
 ]
 
 

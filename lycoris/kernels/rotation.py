@@ -9,7 +9,7 @@ small groups lie side by side in one matrix, a pack, so that matrix instructions
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -63,6 +63,11 @@ class Pass:
         return -(-self.groups // self.pack)
 
     @property
+    def products(self) -> int:
+        """Entries that are kept of the products of all stages, of all but the first, and so on."""
+        return self.groups * self.width * (2 * self.width - self.size)
+
+    @property
     def padded(self) -> int:
         """Rows and columns of a matrix as it is stored, filled up with zeros."""
         return max(16, power_of_2(self.pack * self.width))
@@ -104,17 +109,27 @@ def passes(stages: int, size: int, channels: int, butterfly: bool) -> tuple[Pass
 
 
 def solve_plan(size: int, device: torch.device) -> Plan:
-    """block_m: blocks solved, or led back, side by side; block_n: columns of a tile."""
+    """block_m: blocks solved side by side; block_n: columns of a tile.
+
+    A block of one tile is one warp's: what it sums is then a matter of shuffles.
+    """
     simulated = not multiprocessors(device)
     tile = min(TILE // 2 if simulated else TILE, power_of_2(size))
-    elements = 4096 if simulated else 1024  # an interpreter pays by the operation
-    return Plan(max(1, elements // (tile * tile)), tile, tile, 4, 1)
+    elements = 4096 if simulated else 256  # an interpreter pays by the operation
+    return Plan(max(1, elements // (tile * tile)), tile, tile, 1 if size <= tile else 4, 1)
+
+
+def return_plan(size: int, device: torch.device) -> Plan:
+    """block_m: blocks led back side by side; block_n: columns of a tile."""
+    plan = solve_plan(size, device)
+    return replace(plan, num_warps=4 if plan.block_n >= 16 else 1)
 
 
 def compose_plan(part: Pass, device: torch.device) -> Plan:
-    """block_m: rows of a pass's matrix that go through its stages together."""
-    simulated = not multiprocessors(device)
-    return Plan(64 if simulated else 8, power_of_2(part.width), 1, 4, 1)
+    """block_n: columns of a group that go through its stages together, block_m rows at once."""
+    if not multiprocessors(device):
+        return Plan(128, 64, 1, 4, 1)
+    return Plan(64, 16, 1, 4, 1)
 
 
 def pack_plan(part: Pass, device: torch.device) -> Plan:
@@ -127,7 +142,12 @@ def pack_plan(part: Pass, device: torch.device) -> Plan:
 def stage_plan(part: Pass, device: torch.device) -> Plan:
     """block_n entries of a stage's gradient at once, block_k of the rows that they sum."""
     simulated = not multiprocessors(device)
-    return Plan(1, 1024 if simulated else 256, 32 if simulated else 8, 4, 1)
+    return Plan(1, 1024 if simulated else 128, 32 if simulated else 8, 4, 1)
+
+
+def unpack_plan(device: torch.device) -> Plan:
+    """block_n elements at once."""
+    return Plan(1, 1024 if multiprocessors(device) else 8192, 1, 4, 1)
 
 
 def rotate_plan(

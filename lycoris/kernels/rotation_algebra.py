@@ -2,7 +2,7 @@
 
 All of it is batched products and element-wise operations on the call's device: it waits for
 nothing, can be captured in a CUDA graph, and no TF32 setting reaches it. The common path, blocks
-of up to 32 without constraint or rescale in bf16 or fp32, takes one of these, :func:`unpack`.
+of up to 32 without constraint or rescale in bf16 or fp32, takes none of these.
 """
 
 from __future__ import annotations
@@ -65,14 +65,6 @@ def by_channel(values: Tensor, part: Pass) -> Tensor:
     return units.transpose(1, 2).reshape(-1)
 
 
-def _diagonal(packed: Tensor, part: Pass) -> Tensor:
-    """(..., packs, padded, padded) as (..., packs, pack, width, width), a view of the groups."""
-    side = part.pack * part.width
-    inner = packed[..., :side, :side]
-    inner = inner.unflatten(-1, (part.pack, part.width)).unflatten(-3, (part.pack, part.width))
-    return inner.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-
-
 def power(matrix: Tensor, part: Pass) -> Tensor:
     """A power of two for each pack, (packs,) fp32, by which its largest entry is near 16.
 
@@ -86,13 +78,3 @@ def power(matrix: Tensor, part: Pass) -> Tensor:
         top = torch.cat((top, top.new_full((spare,), 2.0**-99)))
     top = top.view(part.packs, part.pack).amax(1)
     return (top / torch.frexp(top).mantissa / 16).float()  # exact
-
-
-def unpack(total: Tensor, part: Pass, out: Tensor) -> None:
-    """The sum of shares of v^T g, (shares, packs, padded, padded), by group into ``out``, fp64."""
-    shares = _diagonal(total, part)
-    if part.packs * part.pack == part.groups:
-        torch.sum(shares, 0, dtype=torch.float64, out=out.view(shares.shape[1:]))
-    else:
-        summed = shares.sum(0, dtype=torch.float64)
-        out.copy_(summed.reshape(-1, part.width, part.width)[: part.groups])

@@ -22,9 +22,11 @@ from .rotation import (
     gram_plan,
     pack_plan,
     passes,
+    return_plan,
     rotate_plan,
     solve_plan,
     stage_plan,
+    unpack_plan,
 )
 from .schedule import Schedule
 
@@ -60,7 +62,7 @@ def _blocks_gradient(
     """
     size = blocks.shape[-1]
     delta, deltas = delta.view(-1, size, size), deltas.view(-1, size, size)
-    plan = solve_plan(size, run.device)
+    plan = return_plan(size, run.device)
     held = algebra.held(blocks, constraint)
     if size > plan.block_n:
         found = algebra.cayley_gradient(delta, deltas)
@@ -76,24 +78,27 @@ def _blocks_gradient(
 
 
 def _products(run: Schedule, scaled: Tensor, part: Pass) -> Tensor:
-    """The products, less I, of a pass's first 1, 2, ... stages: (stages, groups, width, width).
-
-    The last is M. Rows are inputs and columns outputs.
-    """
+    """The products, less I, of a pass's stages from each on, flat; M, that of all, comes first."""
     if not part.butterfly:
-        return scaled
-    found = run.empty((part.stages, part.groups, part.width, part.width), torch.float64)
+        return scaled.view(-1)
+    found = run.empty((part.products,), torch.float64)
     plan = compose_plan(part, run.device)
     run.launch("rotate", "compose", scaled, found, part, False, tiles=plan)
     return found
 
 
+def _first(products: Tensor, part: Pass) -> Tensor:
+    """M, or its gradient: (groups, width, width), rows inputs and columns outputs."""
+    size = part.groups * part.width**2
+    return products[:size].view(part.groups, part.width, part.width)
+
+
 def _stage_gradients(
     run: Schedule, grads: Tensor, found: Tensor, scaled: Tensor, part: Pass, deltas: Tensor
 ) -> None:
-    """From M's gradient, the last of ``grads``, to that of a pass's stages, into ``deltas``.
+    """From M's gradient, the first of ``grads``, to that of a pass's stages, into ``deltas``.
 
-    ``grads`` (stages, groups, width, width) takes the gradients of the shorter products too.
+    ``grads`` (part.products,) takes the gradients of the shorter products too.
     """
     if part.stages > 1:
         plan = compose_plan(part, run.device)
@@ -206,7 +211,7 @@ def _forward(
     chain = []
     for part in parts:
         rescale = t.rescale if part is parts[-1] else None
-        matrix = _products(run, scaled, part)[-1]
+        matrix = _first(_products(run, scaled, part), part)
         m = _matrices(run, matrix, rescale, part, compute, out.dtype is torch.float32)
         chain.append((part, m, rescale))
     _chain(run, v, chain, out, diff, False)
@@ -236,7 +241,7 @@ def _backward(
         # A frozen v asks for no matrices, unless to go from pass to pass.
         m = None
         if into is not None or not single:
-            m = _matrices(run, products[-1], rescale, part, compute, wide)
+            m = _matrices(run, _first(products, part), rescale, part, compute, wide)
         chain.append((part, m, rescale))
     if grads.blocks is None and grads.rescale is None:
         assert into is not None  # something is wanted
@@ -257,14 +262,15 @@ def _backward(
         fused = target if single and fuses(part, compute) else None
         total = _gram(run, inputs[at], g, base is not None, rescale, m, fused, part, diff, compute)
         # OFT's M is D, and BOFT's the product of its stages.
-        chained = deltas if deltas is not None and not part.butterfly else None
-        if chained is None:
-            chained = run.empty(tuple(found[at].shape), torch.float64)
-        sums = chained[-1]
-        algebra.unpack(total, part, sums)
+        if deltas is not None and not part.butterfly:
+            chained = deltas.view(-1)
+        else:
+            chained = run.empty((part.products,), torch.float64)
+        sums = _first(chained, part)
+        run.launch("rotate", "unpack", total, sums, part, tiles=unpack_plan(run.device))
         if last and grads.rescale is not None:
             # y's own columns: sum_t g (v + v M), and v^T g is at hand.
-            columns = (found[at][-1] * sums).sum(1) + sums.diagonal(dim1=1, dim2=2)
+            columns = (_first(found[at], part) * sums).sum(1) + sums.diagonal(dim1=1, dim2=2)
             grads.rescale.copy_(algebra.by_channel(columns, part))
         if deltas is not None:
             if rescale is not None:

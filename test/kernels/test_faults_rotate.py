@@ -81,15 +81,16 @@ def stage_skipped(launch: Launch) -> Launch:
     """The last stage of a butterfly is left out."""
 
     def compose(scaled: Tensor, found: Tensor, part: Any, transposed: bool, **kw: Any) -> None:
-        launch(scaled, found, part, transposed, **kw)
         if not transposed:
-            found[-1] = found[-2]
+            scaled = scaled.clone()
+            scaled[-1] = 0
+        launch(scaled, found, part, transposed, **kw)
 
     return compose
 
 
-def prefix_forgotten(launch: Launch) -> Launch:
-    """A stage's gradient without the stages before it."""
+def others_forgotten(launch: Launch) -> Launch:
+    """A stage's gradient without the stages after it."""
 
     def stage_gradient(found: Tensor, *args: Any, **kw: Any) -> None:
         launch(torch.zeros_like(found), *args, **kw)
@@ -113,7 +114,7 @@ FAULTS = [
     (by_subtraction, "eliminate", "oft_weight", "near identity diff", FP32),
     (transposed, "rotate", "boft_apply", "plain", BF16),
     (stage_skipped, "compose", "boft_apply", "plain", BF16),
-    (prefix_forgotten, "stage_gradient", "boft_weight", "plain", BF16),
+    (others_forgotten, "stage_gradient", "boft_weight", "plain", BF16),
     (solve_held_constant, "cayley_gradient", "oft_weight", "plain", BF16),
     (share_dropped, "gram", "oft_weight", "plain", FP32),
 ]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
 
 from lycoris.functional import boft_apply, boft_weight, oft_apply, oft_weight
+from lycoris.kernels.plan import Plan
+from lycoris.kernels.precision import Policy
 
 F64 = torch.float64
 
@@ -161,6 +165,24 @@ def test_blocks_that_are_not_finite(fused: str, value: float) -> None:
     held = oft_weight(weight, blocks, constraint=1.0, backend=fused)
     if value != value:
         assert held.isnan().all()
+
+
+@pytest.mark.parametrize(("size", "tile"), [(5, 8), (12, 16), (32, 32)])
+def test_the_gradient_of_a_solve(fused: str, size: int, tile: int) -> None:
+    """Tiles of a GPU's plan, which are taken as matrix products from 16 on."""
+    blocks, deltas = rand(3, size, size) * 0.3, rand(3, size, size, seed=1)
+    leaf = blocks.clone().requires_grad_()
+    q = leaf - leaf.mT
+    exact = 2 * torch.linalg.solve(torch.eye(size, dtype=F64) - q, q)
+    (want,) = torch.autograd.grad(exact, leaf, deltas)
+    exact = exact.detach().contiguous()
+    rotate = importlib.import_module(f"lycoris.backends.{fused}.rotate")
+    delta, out = torch.empty_like(blocks), torch.empty_like(blocks)
+    how = {"plan": Plan(1, tile, tile, 4, 1), "policy": Policy(torch.float32, torch.float32)}
+    rotate.eliminate(blocks.float(), None, None, delta, 0, **how)
+    torch.testing.assert_close(delta, exact, atol=1e-6, rtol=1e-6)
+    rotate.cayley_gradient(exact, deltas, out, **how)
+    torch.testing.assert_close(out, want, atol=2e-6, rtol=2e-6)
 
 
 # --------------------------------------------------------------------------------- errors
