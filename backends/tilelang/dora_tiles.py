@@ -51,7 +51,7 @@ class Tiles:
     ) -> None:
         import tilelang.language as T  # takes seconds: not before a kernel is built
 
-        self.T, self.blocks, self.by_column = T, blocks, by_column
+        self.T, self.blocks, self.by_column, self.index = T, blocks, by_column, index
         named = zip(("o", "n", "r", "l", "k", "w"), sizes, strict=True)
         self.sizes = [T.dynamic(name, index) if size is None else size for name, size in named]
         O, N, _, _, _, W = self.sizes

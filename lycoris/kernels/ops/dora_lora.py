@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import plan
-from ..plan import Plan
+from ..plan import Plan, tile_count
 from ..schedule import Schedule
 from ..shapes import Groups
 from ..spec import Attribute, Bound, Case, Cost, Operand, OpSpec, Round, Saved, Sizes, register
@@ -51,12 +52,18 @@ def _formula(
     return rescaled(merged, t.magnitude, multiplier, axis, detach_norm)
 
 
+#: A split of the partial sums of the gradients of up and down, in bytes: more take two passes.
+_PARTIALS = 2**24
+
+
 def contraction(run: Schedule, columns: int, rank: int) -> Plan:
-    """Tiles of a kernel that contracts a tile of the weight's gradient with one of the factors."""
+    """Tiles of the weight's gradient, each of which is contracted with the factors."""
     if not plan.multiprocessors(run.device):
-        return Plan(16, 64, 16, num_stages=1)
+        return Plan(32, 32, 16, num_stages=1)
     block_k = min(max(16, plan.power_of_2(rank)), 64)
-    return Plan(32, 64, block_k, 4, 2) if columns % 8 == 0 else Plan(32, 64, block_k, 8, 1)
+    if run.policy.compute.itemsize == 4 or columns % 8:
+        return Plan(32, 64, block_k, 8, 1)
+    return Plan(128 if rank <= 32 else 64, 64, block_k, 8, 1)
 
 
 def _forward(
@@ -114,13 +121,37 @@ def contract(
     ``gradient``: weight, incoming gradient or None, up, down, s, norms, and the two factors a line
     of :func:`_backward`. Where only the weight's gradient is wanted, it alone is made.
     """
-    tiles = contraction(run, gradient[0].shape[1], gradient[2].shape[1])
-    if grad_up is not None or grad_weight is not None:
-        args = (*gradient, grad_weight, grad_up, group)
-        run.launch("dora_contract", "contract_rows", *args, tiles=tiles)
+    (n_out, columns), rank = gradient[0].shape, gradient[2].shape[1]
+    tiles = contraction(run, columns, rank)
+    tiles_m, tiles_n = tile_count(n_out, tiles.block_m), tile_count(columns, tiles.block_n)
+    units = plan.multiprocessors(run.device)
+
+    def strips(blocks: int, along: int) -> int:
+        return max(1, min(along, tile_count(4 * units, blocks) if units else 2))
+
+    def launch(splits: int, weight: Tensor | None, up: Tensor | None, down: Tensor | None) -> None:
+        args = (*gradient, weight, up, down, group)
+        run.launch("dora_contract", "contract", *args, tiles=replace(tiles, splits=splits))
+
+    def total(parts: Tensor | None, out: Tensor | None) -> None:
+        if parts is not None:
+            adding = Plan(1, 512, 1, splits=parts.shape[0])
+            run.launch("lora", "total", parts, None, out, None, None, tiles=adding)
+
+    across, downwards = strips(tiles_m, tiles_n), strips(tiles_n, tiles_m)
+    part_up = part_down = None
+    together = grad_up is not None and 4 * tiles_m * rank * columns <= _PARTIALS
+    if grad_up is not None:
+        part_up = run.empty((across, n_out, rank), torch.float32)
     if grad_down is not None:
-        args = (*gradient, grad_down, group)
-        run.launch("dora_contract", "contract_columns", *args, tiles=tiles)
+        slices = tiles_m if together else downwards
+        part_down = run.empty((slices, rank, columns), torch.float32)
+    if grad_up is not None or grad_weight is not None:
+        launch(across, grad_weight, part_up, part_down if together else None)
+    if grad_down is not None and not together:
+        launch(downwards, None, None, part_down)
+    total(part_up, grad_up)
+    total(part_down, grad_down)
 
 
 def _shapes(present: frozenset[str], *, axis: str, **_: Any) -> Mapping[str, str]:
