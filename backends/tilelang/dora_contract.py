@@ -53,20 +53,37 @@ def contract_kernel(shared: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
     chunks = T.ceildiv(R, rank) if has_up or has_down else 1
 
     @T.macro
-    def times(value: Any, factor: Any, total: Any, up: bool) -> None:
-        """total = value @ factor^T where ``up``, else value^T @ factor."""
-        T.clear(total)
-        if parts > 1:
-            for part in range(parts):
-                T.gemm(value[part], factor, total, transpose_A=not up, transpose_B=up)
-        elif up:
+    def rest(tile: Any, part: Any) -> None:
+        """Stores what a part in compute leaves of ``tile``, for the next part to carry."""
+        for i, j in T.Parallel(block_m, block_n):
+            tile[i, j] -= T.cast(T.cast(tile[i, j], tiles.compute), "float32")
+            part[i, j] = tile[i, j]
+
+    @T.macro
+    def times_down(high: Any, middle: Any, low: Any, down_s: Any, sums: Any) -> None:
+        T.clear(sums)
+        if parts == 1:
             for i, r in T.Parallel(block_m, rank):
                 for q in T.serial(block_n):
-                    total[i, r] += value[0][i, q] * T.cast(factor[r, q], "float32")
+                    sums[i, r] += high[i, q] * T.cast(down_s[r, q], "float32")
         else:
+            T.gemm(high, down_s, sums, transpose_B=True)
+            T.gemm(middle, down_s, sums, transpose_B=True)
+            if parts == 3:
+                T.gemm(low, down_s, sums, transpose_B=True)
+
+    @T.macro
+    def times_up(high: Any, middle: Any, low: Any, up_s: Any, sums: Any) -> None:
+        T.clear(sums)
+        if parts == 1:
             for j, r in T.Parallel(block_n, rank):
                 for q in T.serial(block_m):
-                    total[j, r] += value[0][q, j] * T.cast(factor[q, r], "float32")
+                    sums[j, r] += high[q, j] * T.cast(up_s[q, r], "float32")
+        else:
+            T.gemm(high, up_s, sums, transpose_A=True)
+            T.gemm(middle, up_s, sums, transpose_A=True)
+            if parts == 3:
+                T.gemm(low, up_s, sums, transpose_A=True)
 
     @T.prim_func
     def contract(
@@ -82,10 +99,10 @@ def contract_kernel(shared: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
             raised = T.alloc_fragment((lanes,), "float32")
             along = T.alloc_fragment((lanes,), "float32")
             back = T.alloc_fragment((lanes,), "float32")
-            value = [
-                T.alloc_shared((block_m, block_n), tiles.compute if parts > 1 else "float32")
-                for _ in range(parts)
-            ]
+            carried = tiles.compute if parts > 1 else "float32"
+            high = T.alloc_shared((block_m, block_n), carried)
+            middle = T.alloc_shared((block_m, block_n), carried) if parts > 1 else high
+            low = T.alloc_shared((block_m, block_n), carried) if parts == 3 else high
             down_s = T.alloc_shared((rank, block_n), tiles.compute)
             up_s = T.alloc_shared((block_m, rank), tiles.compute)
             total_up = T.alloc_fragment((block_m, rank), "float32")
@@ -131,21 +148,21 @@ def contract_kernel(shared: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
                             if row + i < O and column + j < N:
                                 grad_weight[row + i, column + j] = tile[i, j]
                 if has_up or has_down:
-                    # What a part leaves is the next one's to carry.
-                    for part in range(parts):
-                        for i, j in T.Parallel(block_m, block_n):
-                            value[part][i, j] = tile[i, j]
-                            if part + 1 < parts:
-                                tile[i, j] -= T.cast(T.cast(tile[i, j], tiles.compute), "float32")
+                    for i, j in T.Parallel(block_m, block_n):
+                        high[i, j] = tile[i, j]
+                    if parts > 1:
+                        rest(tile, middle)
+                    if parts == 3:
+                        rest(tile, low)
                 # Each product is a sum of its own: a chain over all columns would lose low bits.
                 if has_up:
                     T.copy(down[chunk * rank, column], down_s)
-                    times(value, down_s, sums_up, True)
+                    times_down(high, middle, low, down_s, sums_up)
                     for i, r in T.Parallel(block_m, rank):
                         total_up[i, r] += sums_up[i, r]
                 if has_down:
                     T.copy(up[row, chunk * rank], up_s)
-                    times(value, up_s, sums_down, False)
+                    times_up(high, middle, low, up_s, sums_down)
                     if downwards:
                         for j, r in T.Parallel(block_n, rank):
                             total_down[j, r] += sums_down[j, r]
