@@ -51,24 +51,31 @@ def norms_kept_in_bf16(launch: Launch) -> Launch:
 
 
 def last_columns_skipped(launch: Launch) -> Launch:
-    def contract_rows(
+    def contract(
         weight: Tensor, grad: Tensor, up: Tensor, down: Tensor, *args: Any, **kw: Any
     ) -> None:
-        *middle, grad_weight, out, group = args
-        k = weight.shape[1] - 1
-        cut = [t[:, :k].clone() for t in (weight, grad)]
-        part = torch.empty_like(grad_weight[:, :k].clone())
-        launch(*cut, up, down[:, :k].clone(), *middle, part, out, group, **kw)
-        launch(weight, grad, up, down, *middle, grad_weight, torch.empty_like(out), group, **kw)
+        *middle, part_up, part_down, group = args
+        launch(weight, grad, up, down, *middle, torch.empty_like(part_up), part_down, group, **kw)
+        cut = down.clone()
+        cut[:, -1] = 0
+        launch(weight, grad, up, cut, *middle, part_up, torch.empty_like(part_down), group, **kw)
 
-    return contract_rows
+    return contract
+
+
+def last_rows_skipped(launch: Launch) -> Launch:
+    def contract(*args: Any, **kw: Any) -> None:
+        launch(*args, **kw)
+        args[-2][-1] = 0
+
+    return contract
 
 
 def gradient_in_bf16(launch: Launch) -> Launch:
-    def contract_columns(*args: Any, **kw: Any) -> None:
+    def contract(*args: Any, **kw: Any) -> None:
         launch(*args[:6], args[6].bfloat16().float(), *args[7:], **kw)
 
-    return contract_columns
+    return contract
 
 
 def scale_dropped(launch: Launch) -> Launch:
@@ -117,6 +124,7 @@ FAULTS = [
     ("dora", last_row_unwritten, "dora_weight", "plain", FP32),
     ("dora", norms_kept_in_bf16, "dora_weight", "plain", FP32),
     ("dora_contract", last_columns_skipped, "dora_lora_weight", "plain", BF16),
+    ("dora_contract", last_rows_skipped, "dora_lora_weight", "plain", BF16),
     ("dora_contract", gradient_in_bf16, "dora_lora_weight", "plain", FP32),
     ("dora_apply", scale_dropped, "dora_apply", "plain", BF16),
     ("dora_apply", rounded_before_the_magnitude, "dora_apply", "plain", BF16),
