@@ -16,7 +16,7 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
 from .common import kernel
-from .dora import _along, _merged, _number, _options, _read, _unit, precision
+from .dora import _along, _merged, _number, _read, _unit, factor_options, precision, tile_options
 
 Tensor = torch.Tensor
 Number = float | torch.Tensor
@@ -24,12 +24,12 @@ Number = float | torch.Tensor
 
 @triton.jit
 def _gradient(
-    weight, grad, up, down, factor, norm, made, group, rows, columns, ok_m, ok_n, N, L,
+    weight, grad, delta, up, down, factor, norm, made, group, rows, columns, ok_m, ok_n, N, L,
     R: tl.constexpr, BY_COLUMN: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the gradient of W + s up down: made[0] * grad + made[1] * its unit vector."""
-    tile = _merged(weight, None, up, down, factor, rows, columns, ok_m, ok_n, N, R,
+    """A tile of the gradient of M: made[0] * grad + made[1] * its unit vector."""
+    tile = _merged(weight, delta, up, down, factor, rows, columns, ok_m, ok_n, N, R,
                    COMPUTE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_R)  # fmt: skip
     if BY_COLUMN:
         line = columns // group
@@ -87,7 +87,7 @@ def _contract(
         rows = (place if DOWNWARDS else block) * BLOCK_M + rm
         columns = (block if DOWNWARDS else place) * BLOCK_N + rn
         ok_m, ok_n = rows < O, columns < N
-        value = _gradient(weight, grad, up, down, factor, norm, made, group, rows, columns,
+        value = _gradient(weight, grad, None, up, down, factor, norm, made, group, rows, columns,
                           ok_m, ok_n, N, L, R, BY_COLUMN, COMPUTE, PRECISION,
                           BLOCK_M, BLOCK_N, BLOCK_R)  # fmt: skip
         if grad_weight is not None:
@@ -167,7 +167,7 @@ def contract(
     blocks, along = (tiles_n, tiles_m) if part_up is None and part_down is not None else (
         tiles_m, tiles_n
     )  # fmt: skip
-    options = _options(plan, policy, rank)
+    options = tile_options(plan) | factor_options(plan, policy, up)
     rank_tile = min(
         128 if policy.compute.itemsize == 2 else 32, max(16, triton.next_power_of_2(rank))
     )

@@ -23,10 +23,10 @@ from .dora import (
     AXIS,
     BY_IN,
     DETACH,
+    Lines,
     flat,
     group_of,
     length_of,
-    lines,
     lines_of,
     rescaled,
     set_magnitude,
@@ -78,10 +78,8 @@ def _forward(
     detach_norm: bool,
 ) -> None:
     group, weight = group_of(t.weight, axis), t.weight.flatten(1)
-    tiles = lines(run, weight, group, t.up.shape[1])
-    factors = (t.up, t.down, scale)
-    args = (weight, t.magnitude, None, *factors, multiplier, saved.norm, flat(out))
-    run.launch("dora", "rescale", *args, group, tiles=tiles)
+    merged = Lines(run, (weight, None, t.up, t.down, scale), group)
+    merged.rescale(t.magnitude, multiplier, saved.norm, flat(out))
 
 
 def _backward(
@@ -97,15 +95,14 @@ def _backward(
     detach_norm: bool,
 ) -> None:
     group, weight, grad = group_of(t.weight, axis), t.weight.flatten(1), grad.flatten(1)
-    tiles = lines(run, weight, group, t.up.shape[1])
     factors = (t.up, t.down, scale)
-    # The gradient of W + s up down, per line: made[0] * grad + made[1] * its unit vector.
-    made = run.empty((2, *saved.norm.shape), torch.float32)
-    args = (grad, weight, t.magnitude, None, *factors, multiplier, saved.norm)
-    results = (None, None, grads.magnitude, made)
-    run.launch("dora", "rescale_back", *args, *results, group, detach_norm, tiles=tiles)
-    gradient = (weight, grad, *factors, saved.norm, made)
-    contract(run, gradient, flat(grads.weight), grads.up, grads.down, group)
+    wanted = any(g is not None for g in (grads.weight, grads.up, grads.down))
+    merged = Lines(run, (weight, None, *factors), group)
+    rest = (saved.norm, grads.magnitude, detach_norm, wanted)
+    made = merged.radial(grad, t.magnitude, multiplier, *rest)
+    if made is not None:
+        gradient = (weight, grad, *factors, saved.norm, made)
+        contract(run, gradient, flat(grads.weight), grads.up, grads.down, group)
 
 
 def contract(
@@ -119,7 +116,7 @@ def contract(
     """The gradient of W + s up down, contracted with the factors, never stored for them.
 
     ``gradient``: weight, incoming gradient or None, up, down, s, norms, and the two factors a line
-    of :func:`_backward`. Where only the weight's gradient is wanted, it alone is made.
+    of :meth:`Lines.radial`. Where only the weight's gradient is wanted, it alone is made.
     """
     (n_out, columns), rank = gradient[0].shape, gradient[2].shape[1]
     tiles = contraction(run, columns, rank)
