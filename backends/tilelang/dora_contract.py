@@ -17,7 +17,7 @@ from lycoris.kernels.plan import Plan, power_of_2
 from lycoris.kernels.precision import Policy
 
 from .common import build
-from .dora_tiles import Number, Tiles, call, is_tensor, name, threads_of, tiles_of, widths
+from .dora_tiles import Number, Tiles, call, is_tensor, name, threads_of, tiles_of, width_of
 
 Tensor = torch.Tensor
 
@@ -28,7 +28,7 @@ def contract_kernel(shared: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
 
     tiles = Tiles(*shared)
     g_dtype, gw_dtype, slices, wanted, rank, parts, by_tensor, threads = others
-    O, N, R, L, K, _ = tiles.sizes
+    O, N, R, L, K = tiles.sizes
     strips, row_blocks = (
         T.dynamic(n, tiles.index) if size is None else size
         for n, size in zip(("strips", "blocks"), slices, strict=True)
@@ -36,7 +36,7 @@ def contract_kernel(shared: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
     has_up, has_down = wanted
     downwards = has_down and not has_up
     block_m, block_n, _ = tiles.blocks
-    by_column, fill = tiles.by_column, tiles.merged(slabs=False)
+    by_column, fill = tiles.by_column, tiles.merged()
     lanes = block_n if by_column else block_m
     g_type, w_type = tiles.matrix(g_dtype), tiles.matrix()
     read_dtype = tiles.weight if g_dtype is None else g_dtype
@@ -45,7 +45,7 @@ def contract_kernel(shared: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
     gw_type = tiles.matrix(gw_dtype)
     pu_type = T.Tensor((strips, O, R), "float32") if has_up else tiles.vector()
     pd_type = T.Tensor((row_blocks, R, N), "float32") if has_down else tiles.vector()
-    line_type, slab_type = tiles.widths()
+    line_type = tiles.width()
     grid = T.ceildiv(N, block_n) if downwards else T.ceildiv(O, block_m)
     along = T.ceildiv(O, block_m) if downwards else T.ceildiv(N, block_n)
     splits = row_blocks if downwards else strips
@@ -89,7 +89,7 @@ def contract_kernel(shared: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
     def contract(
         weight: w_type, grad: g_type, up: up_type, down: down_type, factor: f_type, norm: n_type,
         made: made_type, grad_weight: gw_type, part_up: pu_type, part_down: pd_type,
-        one_line: line_type, slab: slab_type,
+        one_line: line_type,
     ) -> None:  # fmt: skip
         with T.Kernel(grid, splits, chunks, threads=threads) as (block, strip, chunk):
             buffers = tiles.buffers()
@@ -117,7 +117,7 @@ def contract_kernel(shared: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
             for step in T.serial(steps):
                 row = (strip * steps + step) * block_m if downwards else block * block_m
                 column = block * block_n if downwards else (strip * steps + step) * block_n
-                fill(weight, weight, up, down, s, row, column, 0, buffers)
+                fill(weight, weight, up, down, s, row, column, buffers)
                 for l in T.Parallel(lanes):
                     unit[l] = 0
                     along[l] = 0
@@ -222,7 +222,7 @@ def contract(
         *(*is_tensor(factor), threads_of(weight, plan)),
     )
     kernel = build(contract_kernel, (shared, others), weight.device)
-    sizes = widths(weight, group, plan)
+    one_line = width_of(weight, group)
 
     def launch(
         weight: Tensor, grad: Tensor | None, up: Tensor, down: Tensor, factor: Number,
@@ -235,7 +235,7 @@ def contract(
             weight if grad_weight is None else grad_weight,
             norm if part_up is None else part_up,
             norm if part_down is None else part_down,
-            *sizes,
+            one_line,
         ]
         call(kernel, policy, inputs, outputs, (2, 3))
 
