@@ -63,17 +63,15 @@ def measure_kernel(shared: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
             incoming = T.alloc_fragment((block_m, block_n), g_dtype if has_grad else tiles.weight)
             # Each thread sums what it reads: lanes are joined once, at the end.
             total = T.alloc_fragment((block_m, block_n), "float32")
-            largest = T.alloc_fragment((block_m, block_n), "float32")
+            largest = total if has_grad else T.alloc_fragment((block_m, block_n), "float32")
             unit = T.alloc_fragment((lanes,), "float32")
             raised = T.alloc_fragment((lanes,), "float32")
             top = T.alloc_fragment((lanes,), "float32")
             part = T.alloc_fragment((lanes,), "float32")
-            odd = T.alloc_fragment((lanes,), "float32")
-            some = T.alloc_fragment((1,), "float32")
-            shown = T.alloc_shared((1,), "float32")
             s = factor[0] if by_tensor else factor
             T.clear(total)
-            T.clear(largest)
+            if not has_grad:
+                T.clear(largest)
             if has_grad:
                 for l in T.Parallel(lanes):
                     unit[l] = 0
@@ -93,38 +91,29 @@ def measure_kernel(shared: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
                         g = T.cast(incoming[i, j], "float32")
                         total[i, j] += g * (tile[i, j] * raised[lane] * unit[lane])
                     else:
-                        largest[i, j] = T.max(largest[i, j], T.max(tile[i, j], -tile[i, j]))
-                        total[i, j] += tile[i, j] * tile[i, j]
-            T.reduce_sum(total, part, dim=dim)
+                        # Scaled as the largest so far asks for: squares might vanish or overflow.
+                        peak = T.max(largest[i, j], T.max(tile[i, j], -tile[i, j]))
+                        scaling = tiles.power(peak)
+                        change = scaling * unpower_of(T, largest[i, j])
+                        total[i, j] = total[i, j] * change * change + (
+                            tile[i, j] * scaling * (tile[i, j] * scaling)
+                        )
+                        largest[i, j] = peak
             if has_grad:
+                T.reduce_sum(total, part, dim=dim)
                 for l in T.Parallel(lanes):
                     if block * lanes + l < count:
                         parts[split, block * lanes + l] = part[l]
             else:
                 T.reduce_max(largest, top, dim=dim)
-                # Once more, scaled, where squares may have vanished or overflowed: hardly ever.
-                for l in T.Parallel(lanes):
-                    raised[l] = tiles.power(top[l])
-                    odd[l] = T.if_then_else(
-                        T.And(raised[l] != 1, top[l] != 0), T.float32(1), T.float32(0)
-                    )
-                T.reduce_max(odd, some, dim=0)
-                T.copy(some, shown)
-                T.clear(total)
-                for step in T.serial(T.if_then_else(shown[0] > 0, steps, 0)):
-                    row = (split * steps + step) * block_m if by_column else block * block_m
-                    column = block * block_n if by_column else (split * steps + step) * block_n
-                    fill(weight, delta, up, down, s, row, column, buffers)
-                    for i, j in T.Parallel(block_m, block_n):
-                        tile[i, j] *= raised[j if by_column else i]
-                        total[i, j] += tile[i, j] * tile[i, j]
-                T.reduce_sum(total, unit, dim=dim)
+                for i, j in T.Parallel(block_m, block_n):
+                    last = tiles.power(top[j if by_column else i]) * unpower_of(T, largest[i, j])
+                    total[i, j] = total[i, j] * last * last
+                T.reduce_sum(total, part, dim=dim)
                 for l in T.Parallel(lanes):
                     if block * lanes + l < count:
                         parts[split, 0, block * lanes + l] = top[l]
-                        parts[split, 1, block * lanes + l] = T.if_then_else(
-                            odd[l] > 0, unit[l], part[l]
-                        )
+                        parts[split, 1, block * lanes + l] = part[l]
 
     return measure
 

@@ -52,7 +52,7 @@ def _formula(
     return rescaled(merged, t.magnitude, multiplier, axis, detach_norm)
 
 
-#: A split of the partial sums of the gradients of up and down, in bytes: more take two passes.
+#: Bytes of partial sums of down's gradient: where there would be more, it takes its own pass.
 _PARTIALS = 2**24
 
 
@@ -61,9 +61,10 @@ def contraction(run: Schedule, columns: int, rank: int) -> Plan:
     if not plan.multiprocessors(run.device):
         return Plan(32, 32, 16, num_stages=1)
     block_k = min(max(16, plan.power_of_2(rank)), 64)
-    if run.policy.compute.itemsize == 4 or columns % 8:
+    if run.policy.compute.itemsize == 4:
         return Plan(32, 64, block_k, 8, 1)
-    return Plan(128 if rank <= 32 else 64, 64, block_k, 8, 1)
+    # Twice the rows leave half the partial sums, where registers allow it.
+    return Plan(128 if rank <= 32 and columns % 8 == 0 else 64, 64, block_k, 8, 1)
 
 
 def _forward(
