@@ -28,7 +28,7 @@ class Tiles:
     """Sizes, buffers and macros that the kernels of one build share.
 
     Args:
-        sizes: O, N, r, lines, columns of a line, columns of a program; None stays symbolic.
+        sizes: O, N, r, lines, columns of a line; None stays symbolic.
         blocks: of rows, columns and rank.
         weight, delta, factors, compute: TileLang's dtypes; None for what is absent. ``factors``
             is that of up and down.
@@ -51,19 +51,12 @@ class Tiles:
     ) -> None:
         import tilelang.language as T  # takes seconds: not before a kernel is built
 
-        self.T, self.blocks, self.by_column = T, blocks, by_column
-        named = zip(("o", "n", "r", "l", "k", "w"), sizes, strict=True)
+        self.T, self.blocks, self.by_column, self.index = T, blocks, by_column, index
+        named = zip(("o", "n", "r", "l", "k"), sizes, strict=True)
         self.sizes = [T.dynamic(name, index) if size is None else size for name, size in named]
-        O, N, _, _, _, W = self.sizes
         block_m, block_n, _ = blocks
         self.lanes = block_n if by_column else block_m
         self.dim = 0 if by_column else 1
-        self.grid = T.ceildiv(N, W) if by_column else T.ceildiv(O, block_m)
-        self.row_steps = T.ceildiv(O, block_m) if by_column else 1
-        self.column_steps = T.ceildiv(W, block_n) if by_column else T.ceildiv(N, block_n)
-        self.once = all(isinstance(s, int) for s in sizes) and (
-            int(self.row_steps) * int(self.column_steps) == 1
-        )
         self.weight, self.delta, self.compute = weight, delta, compute
         self.up, self.factored, self.fused = factors, factors is not None, fused
 
@@ -80,10 +73,9 @@ class Tiles:
     def number(self, by_tensor: bool) -> Any:
         return self.T.Tensor((1,), "float32") if by_tensor else self.T.float32
 
-    def widths(self) -> Any:
-        """The types of two operands that are there for their sizes only: a line, and a slab."""
-        T = self.T
-        return T.Tensor((self.sizes[4],), "float32"), T.Tensor((self.sizes[5],), "float32")
+    def width(self) -> Any:
+        """The type of an operand that is there for its size only: the columns of a line."""
+        return self.T.Tensor((self.sizes[4],), "float32")
 
     def factors(self) -> Any:
         """The types of up and down."""
@@ -91,13 +83,6 @@ class Tiles:
         if not self.factored:
             return self.matrix(), self.matrix()
         return T.Tensor((O, R), self.up), T.Tensor((R, N), self.up)
-
-    def place(self, program: Any, row_step: Any, column_step: Any) -> tuple[Any, Any]:
-        """The first row and column of a tile."""
-        block_m, block_n, _ = self.blocks
-        if self.by_column:
-            return row_step * block_m, program * self.sizes[5] + column_step * block_n
-        return program * block_m, column_step * block_n
 
     def buffers(self) -> Any:
         """The tile of M, what it is read through, and one value a lane, as often as asked for."""
@@ -113,20 +98,16 @@ class Tiles:
         staged = T.alloc_shared((block_m, block_n), "float32")
         return raw, more, tile, up, down, product, staged
 
-    def merged(self, slabs: bool = True) -> Callable[..., None]:
-        """A macro that fills ``tile`` with weight [+ delta] [+ factor * up @ down].
-
-        Where lines are columns and a program owns a slab of whole lines, the tile ends with it.
-        """
+    def merged(self) -> Callable[..., None]:
+        """A macro that fills ``tile`` with weight [+ delta] [+ factor * up @ down]."""
         T, (block_m, block_n, block_r) = self.T, self.blocks
-        R, W = self.sizes[2], self.sizes[5]
+        R = self.sizes[2]
         has_delta, factored, fused = self.delta is not None, self.factored, self.fused
-        cut = self.by_column and slabs
 
         @T.macro
         def fill(
             weight: Any, delta: Any, up: Any, down: Any, factor: Any,
-            row: Any, column: Any, place: Any, buffers: Any,
+            row: Any, column: Any, buffers: Any,
         ) -> None:  # fmt: skip
             raw, more, tile, up_s, down_s, product, staged = buffers
             if factored:
@@ -152,43 +133,23 @@ class Tiles:
                     tile[i, j] = T.cast(raw[i, j], "float32")
                 if has_delta:
                     tile[i, j] += T.cast(more[i, j], "float32")
-                if cut:  # past the slab lies the next program's
-                    tile[i, j] = T.if_then_else(place + j < W, tile[i, j], T.float32(0))
 
         return fill
 
-    def joined(self, largest: bool) -> Callable[..., None]:
-        """A macro: each lane's value becomes the sum, or the maximum, over its line's lanes."""
-        T, K, lanes = self.T, self.sizes[4], self.lanes
-        needed = self.by_column and not (isinstance(K, int) and K == 1)
-
-        @T.macro
-        def join(value: Any, copy: Any) -> None:
-            if needed:
-                for j in T.Parallel(lanes):
-                    copy[j] = value[j]
-                for j in T.Parallel(lanes):
-                    value[j] = 0
-                    for q in T.serial(T.min(K, lanes)):
-                        at = T.min(j // K * K + q, lanes - 1)
-                        if largest:
-                            value[j] = T.max(value[j], copy[at])
-                        else:
-                            value[j] += copy[at]
-
-        return join
-
     def power(self, top: Any) -> Any:
-        """The power of two that brings a line whose largest element is ``top`` into range."""
-        T = self.T
-        low = T.if_then_else(top > _LARGE, T.float32(_LOWER), T.float32(1))
-        return T.if_then_else(top < _SMALL, T.float32(_RAISE), low)
+        return power_of(self.T, top)
 
-    def unpower(self, top: Any) -> Any:
-        """The inverse of :meth:`power`."""
-        T = self.T
-        low = T.if_then_else(top > _LARGE, T.float32(_RAISE), T.float32(1))
-        return T.if_then_else(top < _SMALL, T.float32(_LOWER), low)
+
+def power_of(T: Any, top: Any) -> Any:
+    """The power of two that brings a line whose largest element is ``top`` into range."""
+    low = T.if_then_else(top > _LARGE, T.float32(_LOWER), T.float32(1))
+    return T.if_then_else(top < _SMALL, T.float32(_RAISE), low)
+
+
+def unpower_of(T: Any, top: Any) -> Any:
+    """The inverse of :func:`power_of`."""
+    low = T.if_then_else(top > _LARGE, T.float32(_RAISE), T.float32(1))
+    return T.if_then_else(top < _SMALL, T.float32(_LOWER), low)
 
 
 def ratio(T: Any, magnitude: Any, norm: Any) -> Any:
@@ -209,9 +170,9 @@ def tiles_of(
     """The arguments of :class:`Tiles`: on a CPU nothing is compiled in that need not be."""
     on_cpu = not weight.is_cuda
     rank = 0 if up is None else up.shape[1]
-    sizes = (*weight.shape, rank, norm.shape[0], group or 1, _slab(group, plan))
+    sizes = (*weight.shape, rank, norm.shape[0], group or 1)
     return (
-        (None,) * 6 if on_cpu else sizes,
+        (None,) * 5 if on_cpu else sizes,
         (plan.block_m, plan.block_n, max(16, plan.block_k)),
         name(weight),
         name(delta),
@@ -223,20 +184,14 @@ def tiles_of(
     )
 
 
-def _slab(group: int, plan: Plan) -> int:
-    return max(1, plan.block_n // group) * group if group else 1
-
-
 def name(t: Tensor | None) -> str | None:
     """TileLang's name of the dtype a kernel sees."""
     return None if t is None else NAMES[t.dtype] if t.is_cuda else "float32"
 
 
-def widths(weight: Tensor, group: int, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Two tensors that are there for their sizes only: a line's columns, and a program's."""
-    sizes = (group or 1, _slab(group, plan))
-    first, second = (torch.empty(size, device=weight.device) for size in sizes)
-    return first, second
+def width_of(weight: Tensor, group: int) -> Tensor:
+    """A tensor that is there for its size only: the columns of a line."""
+    return torch.empty(group or 1, device=weight.device)
 
 
 def threads_of(t: Tensor, plan: Plan) -> int:

@@ -1,7 +1,7 @@
-"""DoRA: a weight read line by line (rows, or input channels' columns), rescaled to its magnitudes.
+"""DoRA: a weight read row by row, rescaled to its magnitudes; and what all DoRA kernels share.
 
-A program owns whole lines. It reads them once where they fit into registers; else the second time
-from the cache, where its own first reading left them. W + s up down exists as tiles only.
+A program owns whole rows. It reads them once where they fit into registers; else the second time
+from the cache, where its own first reading left them. dora_lines.py serves all other lines.
 """
 
 from __future__ import annotations
@@ -46,36 +46,6 @@ def _number(value):
 
 
 @triton.jit
-def _steps(O, N, group, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many tiles cover a program's lines: GROUPS of columns, or BLOCK_M rows if 0."""
-    if GROUPS == 0:
-        return tl.cdiv(N, BLOCK_N)
-    else:
-        return tl.cdiv(O, BLOCK_M) * tl.cdiv(GROUPS * group, BLOCK_N)
-
-
-@triton.jit
-def _place(
-    step, O, N, group, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """The rows and columns of a step's tile, and which of them exist."""
-    first = tl.program_id(0)
-    rm = tl.arange(0, BLOCK_M)
-    rn = tl.arange(0, BLOCK_N)
-    if GROUPS == 0:
-        rows = first * BLOCK_M + rm
-        columns = step * BLOCK_N + rn
-        return rows, columns, rows < O, columns < N
-    else:
-        width = GROUPS * group
-        across = tl.cdiv(width, BLOCK_N)
-        rows = step // across * BLOCK_M + rm
-        place = step % across * BLOCK_N + rn
-        columns = first * width + place
-        return rows, columns, rows < O, (place < width) & (columns < N)
-
-
-@triton.jit
 def _read(source, rows, columns, inside, N):
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]
     return tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
@@ -111,44 +81,21 @@ def _merged(
 
 
 @triton.jit
-def _largest(tile, GROUPS: tl.constexpr):
-    return tl.max(tl.abs(tile), axis=1 if GROUPS == 0 else 0)
-
-
-@triton.jit
-def _summed(tile, GROUPS: tl.constexpr):
-    return tl.sum(tile, axis=1 if GROUPS == 0 else 0)
-
-
-@triton.jit
-def _along(vector, GROUPS: tl.constexpr):
+def _along(vector, BY_COLUMN: tl.constexpr):
     """A line's value as a factor of its tile."""
-    if GROUPS == 0:
-        return vector[:, None]
-    else:
+    if BY_COLUMN:
         return vector[None, :]
-
-
-@triton.jit
-def _joined(value, group, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, MAX: tl.constexpr):
-    """For each column, the sum (or maximum) over all columns of its group."""
-    if GROUPS == 0 or GROUPS == BLOCK_N:  # a line is one row or one column
-        return value
-    elif GROUPS == 1:
-        return tl.zeros_like(value) + (tl.max(value, axis=0) if MAX else tl.sum(value, axis=0))
     else:
-        column = tl.arange(0, BLOCK_N) // group
-        shared = tl.where(column[:, None] == column[None, :], value[None, :], 0.0)
-        return tl.max(shared, axis=1) if MAX else tl.sum(shared, axis=1)
+        return vector[:, None]
 
 
 @triton.jit
-def _unit(tile, norm, GROUPS: tl.constexpr):
+def _unit(tile, norm, BY_COLUMN: tl.constexpr):
     """tile / norm, line by line; 0 where the norm is 0. No intermediate overflows."""
     power = _power(norm)
     none = norm == 0.0  # a NaN is not, so that it reaches the whole line
     inverse = tl.where(none, 0.0, tl.div_rn(1.0, tl.where(none, 1.0, norm * power)))
-    return tile * _along(power, GROUPS) * _along(inverse, GROUPS)
+    return tile * _along(power, BY_COLUMN) * _along(inverse, BY_COLUMN)
 
 
 @triton.jit
@@ -157,128 +104,92 @@ def _ratio(magnitude, norm):
     return tl.where(none, 0.0, tl.div_rn(magnitude, tl.where(none, 1.0, norm)))
 
 
+@triton.jit
+def _row_tile(weight, delta, rows, columns, O, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile of weight [+ delta], in fp32; its offsets and which of them exist."""
+    inside = (rows < O)[:, None] & (columns < N)[None, :]
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tile = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if delta is not None:
+        tile += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+    return tile, at, inside
+
+
 @kernel
 def _rescale(
-    weight, magnitude, delta, up, down, factor, multiplier, norm, out, group,
-    O, N, R: tl.constexpr,
-    GROUPS: tl.constexpr, ONE_STEP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    weight, magnitude, delta, multiplier, norm, out,
+    O, N,
+    ONE_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    steps = 1 if ONE_STEP else _steps(O, N, group, GROUPS, BLOCK_M, BLOCK_N)
-    rows, columns, ok_m, ok_n = _place(0, O, N, group, GROUPS, BLOCK_M, BLOCK_N)
-    tile = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if ONE_STEP:
-        tile = _merged(weight, delta, up, down, factor, rows, columns, ok_m, ok_n, N, R,
-                       COMPUTE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_R)  # fmt: skip
-        top = _largest(tile, GROUPS)
-        scaled = tile * _along(_power(top), GROUPS)
-        total = _summed(scaled * scaled, GROUPS)
-    else:
-        top = tl.zeros((BLOCK_M if GROUPS == 0 else BLOCK_N,), tl.float32)
-        total = top
-        for step in tl.range(0, steps, num_stages=STAGES):
-            rows, columns, ok_m, ok_n = _place(step, O, N, group, GROUPS, BLOCK_M, BLOCK_N)
-            tile = _merged(weight, delta, up, down, factor, rows, columns, ok_m, ok_n, N, R,
-                           COMPUTE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_R)  # fmt: skip
-            peak = tl.maximum(top, _largest(tile, GROUPS))
-            change = _power(peak) * _inverse(_power(top))
-            scaled = tile * _along(_power(peak), GROUPS)
-            total = total * change * change + _summed(scaled * scaled, GROUPS)
-            top = peak
-    peak = _joined(top, group, GROUPS, BLOCK_N, True)
-    change = _power(peak) * _inverse(_power(top))
-    total = _joined(total * change * change, group, GROUPS, BLOCK_N, False)
+    width = BLOCK_N if ONE_STEP else N
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = tl.arange(0, BLOCK_N)
+    ok = rows < O
+    tile, at, inside = _row_tile(weight, delta, rows, rn, O, N, BLOCK_M, BLOCK_N)
+    peak = tl.max(tl.abs(tile), axis=1)
+    scaled = tile * _power(peak)[:, None]
+    total = tl.sum(scaled * scaled, axis=1)
+    for start in tl.range(BLOCK_N, width, BLOCK_N, num_stages=STAGES):
+        tile, at, inside = _row_tile(weight, delta, rows, start + rn, O, N, BLOCK_M, BLOCK_N)
+        top = tl.maximum(peak, tl.max(tl.abs(tile), axis=1))
+        change = _power(top) * _inverse(_power(peak))
+        scaled = tile * _power(top)[:, None]
+        total = total * change * change + tl.sum(scaled * scaled, axis=1)
+        peak = top
     length = tl.sqrt_rn(total) * _inverse(_power(peak))
-
-    rows, columns, ok_m, ok_n = _place(0, O, N, group, GROUPS, BLOCK_M, BLOCK_N)
-    if GROUPS == 0:
-        line = rows
-        ok = ok_m
-        first = ok_m
-    else:
-        line = columns // group
-        ok = ok_n
-        first = ok_n & (columns % group == 0)
-    tl.store(norm + line, length, mask=first)
-    if out is not None:
-        s = _number(multiplier)
-        m = tl.load(magnitude + line, mask=ok, other=0.0).to(tl.float32)
-        c = _along(s * _ratio(m, length) + (1.0 - s), GROUPS)
-        for step in tl.range(0, steps, num_stages=STAGES):
-            if not ONE_STEP:
-                rows, columns, ok_m, ok_n = _place(step, O, N, group, GROUPS, BLOCK_M, BLOCK_N)
-                tile = _merged(weight, delta, up, down, factor, rows, columns, ok_m, ok_n, N, R,
-                               COMPUTE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_R)  # fmt: skip
-            at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-            inside = ok_m[:, None] & ok_n[None, :]
-            tl.store(out + at, (tile * c).to(out.dtype.element_ty), mask=inside)
+    tl.store(norm + rows, length, mask=ok)
+    s = _number(multiplier)
+    m = tl.load(magnitude + rows, mask=ok, other=0.0).to(tl.float32)
+    c = (s * _ratio(m, length) + (1.0 - s))[:, None]
+    for start in tl.range(0, width, BLOCK_N, num_stages=STAGES):
+        if not ONE_STEP:
+            tile, at, inside = _row_tile(weight, delta, rows, start + rn, O, N, BLOCK_M, BLOCK_N)
+        tl.store(out + at, (tile * c).to(out.dtype.element_ty), mask=inside)
 
 
 @kernel
 def _rescale_back(
-    grad, weight, magnitude, delta, up, down, factor, multiplier, norm,
-    grad_weight, grad_delta, grad_magnitude, made, group,
-    O, N, L, R: tl.constexpr,
-    GROUPS: tl.constexpr, ONE_STEP: tl.constexpr, DETACH: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    grad, weight, magnitude, delta, multiplier, norm, grad_weight, grad_delta, grad_magnitude,
+    O, N,
+    ONE_STEP: tl.constexpr, DETACH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    steps = 1 if ONE_STEP else _steps(O, N, group, GROUPS, BLOCK_M, BLOCK_N)
-    rows, columns, ok_m, ok_n = _place(0, O, N, group, GROUPS, BLOCK_M, BLOCK_N)
-    if GROUPS == 0:
-        line = rows
-        ok = ok_m
-        first = ok_m
-    else:
-        line = columns // group
-        ok = ok_n
-        first = ok_n & (columns % group == 0)
-    length = tl.load(norm + line, mask=ok, other=0.0)
-    unit = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    g = unit
-    radial = tl.zeros((BLOCK_M if GROUPS == 0 else BLOCK_N,), tl.float32)
-    # The first pass is needed only for what it sums.
-    if grad_magnitude is not None or not DETACH or ONE_STEP:
-        for step in tl.range(0, steps, num_stages=STAGES):
-            if not ONE_STEP:
-                rows, columns, ok_m, ok_n = _place(step, O, N, group, GROUPS, BLOCK_M, BLOCK_N)
-            tile = _merged(weight, delta, up, down, factor, rows, columns, ok_m, ok_n, N, R,
-                           COMPUTE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_R)  # fmt: skip
-            unit = _unit(tile, length, GROUPS)
-            g = _read(grad, rows, columns, ok_m[:, None] & ok_n[None, :], N)
-            radial += _summed(g * unit, GROUPS)
-    radial = _joined(radial, group, GROUPS, BLOCK_N, False)
-
+    width = BLOCK_N if ONE_STEP else N
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rn = tl.arange(0, BLOCK_N)
+    ok = rows < O
+    length = tl.load(norm + rows, mask=ok, other=0.0)
+    tile, at, inside = _row_tile(weight, delta, rows, rn, O, N, BLOCK_M, BLOCK_N)
+    unit = _unit(tile, length, False)
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    radial = tl.sum(g * unit, axis=1)
+    # More is needed only for what is summed.
+    if grad_magnitude is not None or not DETACH:
+        for start in tl.range(BLOCK_N, width, BLOCK_N, num_stages=STAGES):
+            tile, at, inside = _row_tile(weight, delta, rows, start + rn, O, N, BLOCK_M, BLOCK_N)
+            g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+            radial += tl.sum(g * _unit(tile, length, False), axis=1)
     s = _number(multiplier)
     if grad_magnitude is not None:
-        inner = (s * radial).to(grad_magnitude.dtype.element_ty)
-        tl.store(grad_magnitude + line, inner, mask=first)
-    if made is not None or grad_weight is not None or grad_delta is not None:
-        m = tl.load(magnitude + line, mask=ok, other=0.0).to(tl.float32)
-        ratio = _ratio(m, length)
-        along = s * ratio + (1.0 - s)
-        back = -s * ratio * radial
+        tl.store(grad_magnitude + rows, (s * radial).to(grad_magnitude.dtype.element_ty), mask=ok)
+    if grad_weight is not None or grad_delta is not None:
+        ratio = _ratio(tl.load(magnitude + rows, mask=ok, other=0.0).to(tl.float32), length)
+        along = (s * ratio + (1.0 - s))[:, None]
+        back = (-s * ratio * radial)[:, None]
         if DETACH:
-            back = radial * 0.0
-        if made is not None:
-            tl.store(made + line, along, mask=first)
-            tl.store(made + L + line, back, mask=first)
-        if grad_weight is not None or grad_delta is not None:
-            for step in tl.range(0, steps, num_stages=STAGES):
-                if not ONE_STEP:
-                    rows, columns, ok_m, ok_n = _place(step, O, N, group, GROUPS, BLOCK_M, BLOCK_N)
-                    g = _read(grad, rows, columns, ok_m[:, None] & ok_n[None, :], N)
-                    tile = _merged(weight, delta, up, down, factor, rows, columns, ok_m, ok_n,
-                                   N, R, COMPUTE, PRECISION, BLOCK_M, BLOCK_N,
-                                   BLOCK_R)  # fmt: skip
-                    unit = _unit(tile, length, GROUPS)
-                value = g * _along(along, GROUPS) + unit * _along(back, GROUPS)
-                at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-                inside = ok_m[:, None] & ok_n[None, :]
-                if grad_weight is not None:
-                    tl.store(grad_weight + at, value.to(grad_weight.dtype.element_ty), mask=inside)
-                if grad_delta is not None:
-                    tl.store(grad_delta + at, value.to(grad_delta.dtype.element_ty), mask=inside)
+            back = tl.zeros_like(back)
+        for start in tl.range(0, width, BLOCK_N, num_stages=STAGES):
+            if not ONE_STEP:
+                tile, at, inside = _row_tile(
+                    weight, delta, rows, start + rn, O, N, BLOCK_M, BLOCK_N
+                )
+                g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+                unit = _unit(tile, length, False)
+            value = g * along + unit * back
+            if grad_weight is not None:
+                tl.store(grad_weight + at, value.to(grad_weight.dtype.element_ty), mask=inside)
+            if grad_delta is not None:
+                tl.store(grad_delta + at, value.to(grad_delta.dtype.element_ty), mask=inside)
 
 
 # -------------------------------------------------------------------------------- launchers
@@ -294,57 +205,47 @@ def precision(policy: Policy, length: int, wide: bool = False) -> str:
     return "ieee" if length < MIN_TRIPLE or torch.version.hip else "tf32x3"
 
 
-def _options(plan: Plan, policy: Policy, rank: int) -> dict[str, Any]:
+def tile_options(plan: Plan) -> dict[str, Any]:
     return {
-        "R": rank,
-        "COMPUTE": TL_DTYPE[policy.compute],
-        "PRECISION": precision(policy, rank),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
-        "BLOCK_R": max(16, plan.block_k),
         "STAGES": min(plan.num_stages, 2) if torch.version.hip else plan.num_stages,
         "num_warps": plan.num_warps,
         "num_stages": 1,  # of the loop over the rank: the loops over tiles say their own
     }
 
 
-def _grid(weight: Tensor, group: int, plan: Plan) -> tuple[int, int, bool]:
-    """Programs, groups a program (0: rows), and whether one tile holds a program's lines."""
-    (n_out, width), block_n = weight.shape, plan.block_n
-    if not group:
-        return triton.cdiv(n_out, plan.block_m), 0, width <= block_n
-    groups = max(1, block_n // group)
-    one_step = n_out <= plan.block_m and groups * group <= block_n
-    return triton.cdiv(width, groups * group), groups, one_step
+def factor_options(plan: Plan, policy: Policy, up: Tensor | None) -> dict[str, Any]:
+    """Those of tiles that :func:`_merged` makes."""
+    rank = 0 if up is None else up.shape[1]
+    return {
+        "R": rank,
+        "COMPUTE": TL_DTYPE[policy.compute],
+        "PRECISION": precision(policy, rank),
+        "BLOCK_R": max(16, plan.block_k),
+    }
 
 
 @prepared
 def rescale(
     weight: Tensor,
-    magnitude: Tensor | None,
+    magnitude: Tensor,
     delta: Tensor | None,
-    up: Tensor | None,
-    down: Tensor | None,
-    factor: Number,
     multiplier: Number,
     norm: Tensor,
-    out: Tensor | None,
-    group: int,
+    out: Tensor,
     *,
     plan: Plan,
     policy: Policy,
 ) -> Launch:
-    """norm = the norms of M's lines, out = M * (multiplier * (magnitude / norm - 1) + 1).
+    """norm = the norms of M's rows, out = M * (multiplier * (magnitude / norm - 1) + 1).
 
-    M (O, N) is ``weight`` [+ ``delta``] [+ ``factor`` * ``up`` (O, r) @ ``down`` (r, N)], all
-    row-major. A line is a row where ``group`` is 0, else ``group`` neighbouring columns.
-    ``magnitude`` and ``norm`` (fp32) have one element a line. Without ``out`` only the norms.
+    M (O, N) is ``weight`` [+ ``delta``], row-major. ``magnitude`` and ``norm`` (fp32): (O,).
     """
-    rank = 0 if up is None else up.shape[1]
-    programs, groups, one_step = _grid(weight, group, plan)
-    options = {"GROUPS": groups, "ONE_STEP": one_step} | _options(plan, policy, rank)
-    args = (weight, magnitude, delta, up, down, factor, multiplier, norm, out, group)
-    return _rescale.prepare((programs,), args, options, weight.shape)
+    n_out, width = weight.shape
+    options = {"ONE_STEP": width <= plan.block_n, **tile_options(plan)}
+    args = (weight, magnitude, delta, multiplier, norm, out)
+    return _rescale.prepare((triton.cdiv(n_out, plan.block_m),), args, options, (n_out, width))
 
 
 @prepared
@@ -353,16 +254,11 @@ def rescale_back(
     weight: Tensor,
     magnitude: Tensor,
     delta: Tensor | None,
-    up: Tensor | None,
-    down: Tensor | None,
-    factor: Number,
     multiplier: Number,
     norm: Tensor,
     grad_weight: Tensor | None,
     grad_delta: Tensor | None,
     grad_magnitude: Tensor | None,
-    made: Tensor | None,
-    group: int,
     detach: bool,
     *,
     plan: Plan,
@@ -370,17 +266,13 @@ def rescale_back(
 ) -> Launch:
     """Gradients of :func:`rescale`, whose operands come first, with the norms it made.
 
-    The gradient of M is ``made[0] * grad + made[1] * M / norm``, line by line. It is stored into
-    ``grad_weight`` and ``grad_delta``, where they are wanted, and its two factors into ``made``
-    (2, lines), fp32. With ``detach`` the norm is taken for a constant.
+    The gradient of M is stored into ``grad_weight`` and ``grad_delta``, where they are wanted.
+    With ``detach`` the norm is taken for a constant.
     """
-    rank = 0 if up is None else up.shape[1]
-    programs, groups, one_step = _grid(weight, group, plan)
-    options = {"GROUPS": groups, "ONE_STEP": one_step, "DETACH": detach}
-    options |= _options(plan, policy, rank)
-    sizes = (*weight.shape, norm.shape[0])
-
-    operands = (grad, weight, magnitude, delta, up, down, factor, multiplier, norm)
-    args = (*operands, grad_weight, grad_delta, grad_magnitude, made, group)
-    launch = _rescale_back.prepare((programs,), args, options, sizes)
+    n_out, width = weight.shape
+    options = {"ONE_STEP": width <= plan.block_n, "DETACH": detach, **tile_options(plan)}
+    operands = (grad, weight, magnitude, delta, multiplier, norm)
+    args = (*operands, grad_weight, grad_delta, grad_magnitude)
+    grid = (triton.cdiv(n_out, plan.block_m),)
+    launch = _rescale_back.prepare(grid, args, options, (n_out, width))
     return lambda *args: launch(*args[:-1])  # all but detach

@@ -1,8 +1,11 @@
-"""DoRA: the gradient of W + s up down, tile by tile, contracted with up and down."""
+"""DoRA: the gradient of W + s up down, tile by tile, contracted with up and down.
+
+A tile of the gradient is fp32 and not rounded before its products. In bf16 it is split into bf16
+parts, whose products with a factor are exact: two carry it to 2^-17, three to all of its 24 bits.
+fp16 lacks the range for such parts: there, as in fp32, the product is one of fp32.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -13,7 +16,7 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
 from .common import kernel
-from .dora import _along, _merged, _number, _options, _read, _unit, precision
+from .dora import _along, _merged, _number, _read, _unit, factor_options, precision, tile_options
 
 Tensor = torch.Tensor
 Number = float | torch.Tensor
@@ -21,12 +24,12 @@ Number = float | torch.Tensor
 
 @triton.jit
 def _gradient(
-    weight, grad, up, down, factor, norm, made, group, rows, columns, ok_m, ok_n, N, L,
+    weight, grad, delta, up, down, factor, norm, made, group, rows, columns, ok_m, ok_n, N, L,
     R: tl.constexpr, BY_COLUMN: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the gradient of W + s up down: made[0] * grad + made[1] * its unit vector."""
-    tile = _merged(weight, None, up, down, factor, rows, columns, ok_m, ok_n, N, R,
+    """A tile of the gradient of M: made[0] * grad + made[1] * its unit vector."""
+    tile = _merged(weight, delta, up, down, factor, rows, columns, ok_m, ok_n, N, R,
                    COMPUTE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_R)  # fmt: skip
     if BY_COLUMN:
         line = columns // group
@@ -44,79 +47,99 @@ def _gradient(
     return value
 
 
+@triton.jit
+def _split(value, COMPUTE: tl.constexpr):
+    """Three parts in COMPUTE that add up to an fp32 value; those not used cost nothing."""
+    high = value.to(COMPUTE)
+    rest = value - high.to(tl.float32)
+    middle = rest.to(COMPUTE)
+    low = (rest - middle.to(tl.float32)).to(COMPUTE)
+    return high, middle, low
+
+
+@triton.jit
+def _times(high, middle, low, factor, PARTS: tl.constexpr):
+    product = tl.dot(high, factor)
+    product = tl.dot(middle, factor, product)
+    if PARTS == 3:
+        product = tl.dot(low, factor, product)
+    return product
+
+
 @kernel
-def _contract_rows(
-    weight, grad, up, down, factor, norm, made, grad_weight, out, group,
-    O, N, L, R: tl.constexpr,
-    BY_COLUMN: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+def _contract(
+    weight, grad, up, down, factor, norm, made, grad_weight, part_up, part_down, group,
+    O, N, L, steps, R: tl.constexpr,
+    BY_COLUMN: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, RANK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out (O, r) = s * gradient @ down^T, and the gradient itself into grad_weight."""
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rank = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    ok_m = rows < O
+    block, strip, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rm, rn = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    rank = chunk * RANK + tl.arange(0, RANK)
     ok_r = rank < R
-    total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-        columns = start + tl.arange(0, BLOCK_N)
-        ok_n = columns < N
-        value = _gradient(weight, grad, up, down, factor, norm, made, group, rows, columns,
+    DOWNWARDS: tl.constexpr = part_up is None and part_down is not None
+    s = _number(factor)
+    total = tl.zeros((BLOCK_N if DOWNWARDS else BLOCK_M, RANK), tl.float32)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        place = strip * steps + step
+        rows = (place if DOWNWARDS else block) * BLOCK_M + rm
+        columns = (block if DOWNWARDS else place) * BLOCK_N + rn
+        ok_m, ok_n = rows < O, columns < N
+        value = _gradient(weight, grad, None, up, down, factor, norm, made, group, rows, columns,
                           ok_m, ok_n, N, L, R, BY_COLUMN, COMPUTE, PRECISION,
                           BLOCK_M, BLOCK_N, BLOCK_R)  # fmt: skip
         if grad_weight is not None:
-            if tl.program_id(1) == 0:
+            if chunk == 0:
                 at = rows.to(tl.int64)[:, None] * N + columns[None, :]
                 kept = value.to(grad_weight.dtype.element_ty)
                 tl.store(grad_weight + at, kept, mask=ok_m[:, None] & ok_n[None, :])
-        if out is not None:
+        if PARTS > 1:
+            high, middle, low = _split(value, COMPUTE)
+        # Each product is a sum of its own: one chain over all columns would lose low bits.
+        if part_up is not None:
             d = tl.load(
                 down + rank.to(tl.int64)[None, :] * N + columns[:, None],
                 mask=ok_n[:, None] & ok_r[None, :], other=0.0,
-            )  # fmt: skip
-            # A dot of its own: one chain over all columns would lose low bits.
-            total += tl.dot(value, d.to(COMPUTE).to(tl.float32), input_precision=WIDE)
-    if out is not None:
-        at = rows.to(tl.int64)[:, None] * R + rank[None, :]
-        total *= _number(factor)
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=ok_m[:, None] & ok_r[None, :])
+            ).to(COMPUTE)  # fmt: skip
+            if PARTS > 1:
+                total += _times(high, middle, low, d, PARTS)
+            else:
+                total += tl.dot(value, d.to(tl.float32), input_precision=WIDE)
+        if part_down is not None:
+            u = tl.load(
+                up + rows.to(tl.int64)[:, None] * R + rank[None, :],
+                mask=ok_m[:, None] & ok_r[None, :], other=0.0,
+            ).to(COMPUTE)  # fmt: skip
+            if PARTS > 1:
+                sums = _times(tl.trans(high), tl.trans(middle), tl.trans(low), u, PARTS)
+            else:
+                sums = tl.dot(tl.trans(value), u.to(tl.float32), input_precision=WIDE)
+            if DOWNWARDS:
+                total += sums
+            else:
+                at = (block.to(tl.int64) * R + rank)[None, :] * N + columns[:, None]
+                tl.store(part_down + at, s * sums, mask=ok_n[:, None] & ok_r[None, :])
+    if DOWNWARDS:
+        columns = block * BLOCK_N + rn
+        at = (strip.to(tl.int64) * R + rank)[None, :] * N + columns[:, None]
+        tl.store(part_down + at, s * total, mask=(columns < N)[:, None] & ok_r[None, :])
+    elif part_up is not None:
+        rows = block * BLOCK_M + rm
+        at = (strip * O.to(tl.int64) + rows)[:, None] * R + rank[None, :]
+        tl.store(part_up + at, s * total, mask=(rows < O)[:, None] & ok_r[None, :])
 
 
-@kernel
-def _contract_columns(
-    weight, grad, up, down, factor, norm, made, out, group,
-    O, N, L, R: tl.constexpr,
-    BY_COLUMN: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """out (r, N) = s * up^T @ gradient."""
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rank = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    ok_n = columns < N
-    ok_r = rank < R
-    total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    for start in tl.range(0, O, BLOCK_M, num_stages=STAGES):
-        rows = start + tl.arange(0, BLOCK_M)
-        ok_m = rows < O
-        value = _gradient(weight, grad, up, down, factor, norm, made, group, rows, columns,
-                          ok_m, ok_n, N, L, R, BY_COLUMN, COMPUTE, PRECISION,
-                          BLOCK_M, BLOCK_N, BLOCK_R)  # fmt: skip
-        u = tl.load(
-            up + rows.to(tl.int64)[None, :] * R + rank[:, None],
-            mask=ok_r[:, None] & ok_m[None, :], other=0.0,
-        )  # fmt: skip
-        total += tl.dot(u.to(COMPUTE).to(tl.float32), value, input_precision=WIDE)
-    at = rank.to(tl.int64)[:, None] * N + columns[None, :]
-    total *= _number(factor)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=ok_r[:, None] & ok_n[None, :])
-
-
-def _contraction(plan: Plan, policy: Policy, rank: int, length: int, group: int) -> dict[str, Any]:
-    wide = {"BY_COLUMN": int(group > 0)} | _options(plan, policy, rank)
-    return wide | {"WIDE": precision(policy, length, wide=True)}
+def _parts(policy: Policy, *factors: Tensor) -> int:
+    """How many 16-bit parts carry the gradient into a product; 1 means fp32 itself."""
+    if policy.compute is not torch.bfloat16:
+        return 1
+    return 3 if any(t.dtype is torch.float32 for t in factors) else 2
 
 
 @prepared
-def contract_rows(
+def contract(
     weight: Tensor,
     grad: Tensor | None,
     up: Tensor,
@@ -125,42 +148,37 @@ def contract_rows(
     norm: Tensor,
     made: Tensor,
     grad_weight: Tensor | None,
-    out: Tensor | None,
+    part_up: Tensor | None,
+    part_down: Tensor | None,
     group: int,
     *,
     plan: Plan,
     policy: Policy,
 ) -> Launch:
-    """out (O, r) = factor * G @ down^T, with G the gradient of M as :func:`rescale_back` says.
+    """Partial sums of factor * G @ down^T and factor * up^T @ G, in one pass over G.
 
-    G is also stored into ``grad_weight`` (O, N) where that is wanted. Without ``grad`` its first
-    term is absent. G is not rounded; sums are fp32, in two levels.
+    G (O, N), the gradient of M as ``rescale_back`` says, is not rounded; it is also stored into
+    ``grad_weight`` where that is wanted. Without ``grad`` its first term is absent. A program goes
+    along ``plan.splits`` strips of columns, of rows where only ``part_down`` is wanted. fp32
+    ``part_up`` (strips, O, r); ``part_down`` (tiles along O, r, N), or (strips, r, N) alone.
     """
     (n_out, width), rank = weight.shape, up.shape[1]
-    options = _contraction(plan, policy, rank, width, group)
-    grid = (triton.cdiv(n_out, plan.block_m), triton.cdiv(rank, options["BLOCK_R"]))
-    args = (weight, grad, up, down, factor, norm, made, grad_weight, out, group)
-    return _contract_rows.prepare(grid, args, options, (n_out, width, norm.shape[0]))
-
-
-@prepared
-def contract_columns(
-    weight: Tensor,
-    grad: Tensor | None,
-    up: Tensor,
-    down: Tensor,
-    factor: Number,
-    norm: Tensor,
-    made: Tensor,
-    out: Tensor,
-    group: int,
-    *,
-    plan: Plan,
-    policy: Policy,
-) -> Launch:
-    """out (r, N) = factor * up^T @ G; see :func:`contract_rows`."""
-    (n_out, width), rank = weight.shape, up.shape[1]
-    options = _contraction(plan, policy, rank, n_out, group)
-    grid = (triton.cdiv(width, plan.block_n), triton.cdiv(rank, options["BLOCK_R"]))
-    args = (weight, grad, up, down, factor, norm, made, out, group)
-    return _contract_columns.prepare(grid, args, options, (n_out, width, norm.shape[0]))
+    tiles_m, tiles_n = triton.cdiv(n_out, plan.block_m), triton.cdiv(width, plan.block_n)
+    blocks, along = (tiles_n, tiles_m) if part_up is None and part_down is not None else (
+        tiles_m, tiles_n
+    )  # fmt: skip
+    options = tile_options(plan) | factor_options(plan, policy, up)
+    rank_tile = min(
+        128 if policy.compute.itemsize == 2 else 32, max(16, triton.next_power_of_2(rank))
+    )
+    options |= {
+        "BY_COLUMN": int(group > 0),
+        "WIDE": precision(policy, min(plan.block_m, plan.block_n), wide=True),
+        "PARTS": _parts(policy, up, down),
+        "RANK": rank_tile,
+    }
+    none = part_up is None and part_down is None
+    grid = (blocks, plan.splits, 1 if none else triton.cdiv(rank, rank_tile))
+    args = (weight, grad, up, down, factor, norm, made, grad_weight, part_up, part_down, group)
+    fixed = (n_out, width, norm.shape[0], triton.cdiv(along, plan.splits))
+    return _contract.prepare(grid, args, options, fixed)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lycoris.functional import dora_apply, dora_lora_weight, dora_weight, lora_weight
+from lycoris.kernels.ops import dora_lora
 from lycoris.kernels.schedule import Schedule
 from lycoris.kernels.ulp import spacings
 
@@ -127,6 +128,34 @@ def test_lines_of_zeros_and_tiny_ones(fused: str, axis: str) -> None:
             )
 
 
+@pytest.mark.parametrize("axis", ["out", "in"])
+def test_tiny_and_huge_lines_under_a_lora(fused: str, axis: str) -> None:
+    """Parts of one line that lie at opposite ends of fp32's range, beside ordinary lines."""
+    weight = rand(70, 90).float()
+    lines = weight if axis == "out" else weight.T
+    lines[3] = 0
+    lines[5] *= 1e-30
+    lines[7] *= 1e30
+    lines[9, : lines.shape[1] // 2] *= 1e-30
+    lines[11, 50:] *= 1e25
+    magnitude = torch.rand(lines.shape[0]) + 0.5
+    up, down = torch.zeros(70, 3), rand(3, 90).float()
+
+    def run(backend: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in (weight, magnitude)]
+        out = dora_lora_weight(*leaves, up.to(dtype), down.to(dtype), axis=axis, backend=backend)
+        grad = rand(70, 90, seed=1).float().to(dtype)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    for got, want in zip(run(fused, torch.float32), run("torch", F64), strict=True):
+        assert got.isfinite().all()
+        rows = (got, want) if axis == "out" or got.dim() == 1 else (got.T, want.T)
+        for line, exact in zip(*rows, strict=True):
+            torch.testing.assert_close(
+                line.double(), exact, rtol=1e-4, atol=3e-6 * exact.abs().max().item()
+            )
+
+
 @pytest.mark.parametrize(
     ("shape", "axis", "magnitudes"),
     [
@@ -232,7 +261,34 @@ def test_frozen_operands_cost_no_kernel(
     up, down = rand(32, 4).float(), rand(4, 48).float()
     out = dora_lora_weight(weight, magnitude, up, down, backend="triton")
     out.sum().backward()
-    assert fused_launches() == ["rescale", "rescale_back"]
+    assert fused_launches() == ["measure", "lengths", "spread", "measure", "radial"]
+
+
+def test_both_factors_take_one_pass(fused_launches: Callable[[], list[str]]) -> None:
+    weight, magnitude = rand(32, 48).float(), rand(32).float()
+    up, down = (rand(*s).float().requires_grad_() for s in ((32, 4), (4, 48)))
+    out = dora_lora_weight(weight, magnitude, up, down, backend="triton")
+    out.sum().backward()
+    assert fused_launches()[3:] == ["measure", "radial", "contract", "total", "total"]
+
+
+def test_a_long_rank_takes_two_passes_with_fewer_sums(
+    fused: str, monkeypatch: pytest.MonkeyPatch, fused_launches: Callable[[], list[str]]
+) -> None:
+    weight, magnitude, grad = rand(70, 100).float(), rand(70).float(), rand(70, 100, seed=1).float()
+    factors = [rand(*s).float() for s in ((70, 20), (20, 100))]
+
+    def run(backend: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.detach().to(dtype).requires_grad_() for t in factors]
+        out = dora_lora_weight(weight.to(dtype), magnitude.to(dtype), *leaves, 0.7, backend=backend)
+        return torch.autograd.grad(out, leaves, grad.to(dtype))
+
+    # From the first call on: a later one would repeat the launches of the first.
+    monkeypatch.setattr(dora_lora, "_PARTIALS", 0)
+    got = run(fused, torch.float32)
+    assert fused_launches().count("contract") == 2
+    for a, b in zip(got, run("torch", F64), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
 
 
 @pytest.fixture
@@ -278,6 +334,12 @@ def test_a_nan_reaches_its_whole_line(backend: str) -> None:
     lines = torch.zeros(9, 13, dtype=torch.bool)
     lines[4] = True
     out = dora_weight(weight, magnitude, backend=backend)
+    assert torch.equal(out.isnan(), lines)
+    columns = torch.zeros(9, 13, dtype=torch.bool)
+    columns[:, 6] = True
+    out = dora_weight(weight, torch.rand(13) + 0.5, axis="in", backend=backend)
+    assert torch.equal(out.isnan(), columns)
+    out = dora_lora_weight(weight, magnitude, up, down, backend=backend)
     assert torch.equal(out.isnan(), lines)
     base = torch.randn(5, 9)  # finite: the weight's NaN comes in through the norm alone
     out = dora_apply(base, x, weight, up, down, magnitude, backend=backend)

@@ -18,9 +18,39 @@ FP32 = (torch.float32, torch.float32)
 
 def multiplier_dropped(launch: Launch) -> Launch:
     def rescale(*args: Any, **kw: Any) -> None:
-        launch(*args[:6], 1.0, *args[7:], **kw)
+        launch(*args[:3], 1.0, *args[4:], **kw)
 
     return rescale
+
+
+def lines_multiplier_dropped(launch: Launch) -> Launch:
+    def lengths(*args: Any, **kw: Any) -> None:
+        launch(*args[:2], 1.0, *args[3:], **kw)
+
+    return lengths
+
+
+def last_part_dropped(launch: Launch) -> Launch:
+    def measure(*args: Any, **kw: Any) -> None:
+        launch(*args, **kw)
+        args[7][-1] = 0
+
+    return measure
+
+
+def norm_held_constant(launch: Launch) -> Launch:
+    def radial(*args: Any, **kw: Any) -> None:
+        launch(*args[:-1], True, **kw)
+
+    return radial
+
+
+def rounded_before_it_is_rescaled(launch: Launch) -> Launch:
+    def spread(weight: Tensor, grad: Tensor | None, delta: Tensor, *args: Any, **kw: Any) -> None:
+        merged = (weight.float() + delta.float()).to(weight.dtype)
+        launch(merged, grad, torch.zeros_like(delta), *args, **kw)
+
+    return spread
 
 
 def merged_in_bf16(launch: Launch) -> Launch:
@@ -35,9 +65,9 @@ def merged_in_bf16(launch: Launch) -> Launch:
 
 def last_row_unwritten(launch: Launch) -> Launch:
     def rescale(*args: Any, **kw: Any) -> None:
-        *front, norm, out, group = args
+        *front, out = args
         whole = torch.empty_like(out)
-        launch(*front, norm, whole, group, **kw)
+        launch(*front, whole, **kw)
         out[:-1].copy_(whole[:-1])
 
     return rescale
@@ -45,30 +75,37 @@ def last_row_unwritten(launch: Launch) -> Launch:
 
 def norms_kept_in_bf16(launch: Launch) -> Launch:
     def rescale_back(*args: Any, **kw: Any) -> None:
-        launch(*args[:8], args[8].bfloat16().float(), *args[9:], **kw)
+        launch(*args[:5], args[5].bfloat16().float(), *args[6:], **kw)
 
     return rescale_back
 
 
 def last_columns_skipped(launch: Launch) -> Launch:
-    def contract_rows(
+    def contract(
         weight: Tensor, grad: Tensor, up: Tensor, down: Tensor, *args: Any, **kw: Any
     ) -> None:
-        *middle, grad_weight, out, group = args
-        k = weight.shape[1] - 1
-        cut = [t[:, :k].clone() for t in (weight, grad)]
-        part = torch.empty_like(grad_weight[:, :k].clone())
-        launch(*cut, up, down[:, :k].clone(), *middle, part, out, group, **kw)
-        launch(weight, grad, up, down, *middle, grad_weight, torch.empty_like(out), group, **kw)
+        *middle, part_up, part_down, group = args
+        launch(weight, grad, up, down, *middle, torch.empty_like(part_up), part_down, group, **kw)
+        cut = down.clone()
+        cut[:, -1] = 0
+        launch(weight, grad, up, cut, *middle, part_up, torch.empty_like(part_down), group, **kw)
 
-    return contract_rows
+    return contract
+
+
+def last_rows_skipped(launch: Launch) -> Launch:
+    def contract(*args: Any, **kw: Any) -> None:
+        launch(*args, **kw)
+        args[-2][-1] = 0
+
+    return contract
 
 
 def gradient_in_bf16(launch: Launch) -> Launch:
-    def contract_columns(*args: Any, **kw: Any) -> None:
+    def contract(*args: Any, **kw: Any) -> None:
         launch(*args[:6], args[6].bfloat16().float(), *args[7:], **kw)
 
-    return contract_columns
+    return contract
 
 
 def scale_dropped(launch: Launch) -> Launch:
@@ -112,11 +149,16 @@ def norm_taken_for_constant(launch: Launch) -> Launch:
 
 FAULTS = [
     ("dora", multiplier_dropped, "dora_weight", "plain", BF16),
-    ("dora", multiplier_dropped, "dora_weight", "by input", FP32),
+    ("dora_lines", lines_multiplier_dropped, "dora_weight", "by input", FP32),
+    ("dora_lines", last_part_dropped, "dora_weight", "by input", BF16),
+    ("dora_lines", last_part_dropped, "dora_lora_weight", "plain", BF16),
+    ("dora_lines", norm_held_constant, "dora_lora_weight", "plain", BF16),
+    ("dora_lines", rounded_before_it_is_rescaled, "dora_weight", "conv by input", BF16),
     ("dora", merged_in_bf16, "dora_weight", "delta", BF16),
     ("dora", last_row_unwritten, "dora_weight", "plain", FP32),
     ("dora", norms_kept_in_bf16, "dora_weight", "plain", FP32),
     ("dora_contract", last_columns_skipped, "dora_lora_weight", "plain", BF16),
+    ("dora_contract", last_rows_skipped, "dora_lora_weight", "plain", BF16),
     ("dora_contract", gradient_in_bf16, "dora_lora_weight", "plain", FP32),
     ("dora_apply", scale_dropped, "dora_apply", "plain", BF16),
     ("dora_apply", rounded_before_the_magnitude, "dora_apply", "plain", BF16),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import plan
-from ..plan import Plan
+from ..plan import Plan, tile_count
 from ..schedule import Schedule
 from ..shapes import Groups
 from ..spec import (
@@ -83,34 +84,46 @@ def _weight_formula(
 # ---------------------------------------------------------------------------------- plans
 
 
-def lines(run: Schedule, weight: Tensor, group: int, rank: int = 0) -> Plan:
-    """Tiles of a kernel that reads a weight line by line.
-
-    A program owns ``block_m`` rows, or about ``block_n`` columns, and all of their length.
-    ``block_k`` is the tile of the rank, where there is one.
-
-    Args:
-        run: whose device it is for.
-        weight: (O, N).
-        group: columns that make a line; 0 where a line is a row.
-        rank: of the factors of the delta; 0 without.
-    """
+def rows_plan(run: Schedule, weight: Tensor) -> Plan:
+    """Tiles of a kernel whose programs own ``block_m`` whole rows."""
     if not plan.multiprocessors(run.device):  # simulated: one plan, so that there is one build
         return Plan(16, 32, 16, num_stages=1)
     rows, columns = weight.shape
     # Rows that start at odd addresses are copied ahead 4 bytes at a time, which costs registers.
-    stages = 2 if columns % 8 == 0 and group < 2 else 1
-    if rank:
-        block_k = min(max(16, plan.power_of_2(rank)), 64)
-        return Plan(*((32, 64) if group else (16, 128)), block_k, 8, stages)
-    if group:  # of single columns, 64 bytes of each row: a slab for each multiprocessor
-        wide = min(256, max(64, plan.power_of_2(group)))
-        return Plan(64, 32, 0, 4, 3) if group == 1 else Plan(32, wide, 0, 8, stages)
+    stages = 2 if columns % 8 == 0 else 1
     # A row that fits into registers is read once; a longer one the second time from the cache.
     block_n = plan.power_of_2(columns)
     block_n = block_n if block_n <= 8192 else 2048
     block_m = min(max(1, 4096 // block_n), 16, plan.power_of_2(rows)) if columns <= block_n else 1
     return Plan(block_m, block_n, 0, 8 if block_n > 4096 else 4, stages)
+
+
+def tiles_plan(run: Schedule, weight: Tensor, group: int, rank: int, summed: bool) -> Plan:
+    """Tiles of a kernel that reads a weight in any order.
+
+    Args:
+        run: whose device it is for.
+        weight: (O, N).
+        group: columns that make a line; 0 where a line is a row.
+        rank: of the factors of the delta, along which ``block_k`` lies; 0 without.
+        summed: whether sums along lines are made, by ``splits`` parts of a line.
+    """
+    units = plan.multiprocessors(run.device)
+    rows, columns = weight.shape
+    if not units:  # simulated: one plan, so that there is one build
+        return Plan(16, 32, 16, num_stages=1, splits=2)
+    if rank:
+        block_k = min(max(16, plan.power_of_2(rank)), 64)
+        # fp32 factors are products of three: their parts cost registers.
+        block_m = 64 if run.policy.compute.itemsize == 2 else 32
+        made = Plan(block_m, 64, block_k, 8 if columns % 8 or block_m == 32 else 4, 1)
+    else:
+        made = Plan(32, 128, 0, 8 if columns % 8 else 4, 2 if columns % 8 == 0 and summed else 1)
+    if not summed:
+        return made
+    tiles_m, tiles_n = tile_count(rows, made.block_m), tile_count(columns, made.block_n)
+    along, blocks = (tiles_m, tiles_n) if group else (tiles_n, tiles_m)
+    return replace(made, splits=max(1, min(along, 64, tile_count(8 * units, blocks))))
 
 
 # ------------------------------------------------------------------------------ schedules
@@ -125,6 +138,87 @@ def group_of(weight: Tensor, axis: str) -> int:
     return 0 if axis == "out" else weight.shape[2]
 
 
+class Lines:
+    """A weight M (O, N) = weight [+ delta] [+ factor * up @ down], its lines cut into parts.
+
+    ``operands``: weight, delta, up, down, factor. ``group``: columns of a line, or 0 for rows.
+    """
+
+    def __init__(self, run: Schedule, operands: tuple[Any, ...], group: int) -> None:
+        self.run, self.group = run, group
+        self.weight, *rest = operands
+        self.rest = tuple(rest)
+        self.rank = 0 if rest[1] is None else rest[1].shape[1]
+
+    def _parts(self, grad: Tensor | None, norm: Tensor) -> Tensor:
+        tiles = tiles_plan(self.run, self.weight, self.group, self.rank, True)
+        lanes = self.weight.shape[1 if self.group else 0]
+        shape = (tiles.splits, 2, lanes) if grad is None else (tiles.splits, lanes)
+        parts = self.run.empty(shape, torch.float32)
+        args = (self.weight, grad, *self.rest, norm, parts, self.group)
+        self.run.launch("dora_lines", "measure", *args, tiles=tiles)
+        return parts
+
+    def _spread(self, grad: Tensor | None, norm: Tensor, made: Tensor, out: Any, more: Any) -> None:
+        tiles = tiles_plan(self.run, self.weight, self.group, self.rank, False)
+        args = (self.weight, grad, *self.rest, norm, made, out, more, self.group)
+        self.run.launch("dora_lines", "spread", *args, tiles=tiles)
+
+    def rescale(
+        self, magnitude: Tensor, multiplier: float | Tensor, norm: Tensor, out: Tensor | None
+    ) -> None:
+        """norm, and out = M * (multiplier * (magnitude / norm - 1) + 1) where wanted."""
+        parts = self._parts(None, norm)
+        made = None if out is None else self.run.empty(norm.shape, torch.float32)
+        args = (parts, magnitude, multiplier, norm, made, self.group or 1)
+        self.run.launch("dora_lines", "lengths", *args, tiles=_JOIN)
+        if made is not None:
+            self._spread(None, norm, made, out, None)
+
+    def radial(
+        self,
+        grad: Tensor,
+        magnitude: Tensor,
+        multiplier: float | Tensor,
+        norm: Tensor,
+        grad_magnitude: Tensor | None,
+        detach: bool,
+        wanted: bool,
+    ) -> Tensor | None:
+        """The magnitude's gradient; where ``wanted``, (2, lines) that make the gradient of M.
+
+        It is, line by line, the first times ``grad`` and the second times M / norm.
+        """
+        made = self.run.empty((2, *norm.shape), torch.float32) if wanted else None
+        summed = grad_magnitude is not None or (wanted and not detach)
+        if not summed and made is None:
+            return None
+        parts = self._parts(grad, norm) if summed else None
+        args = (norm, parts, magnitude, multiplier, grad_magnitude, made, self.group or 1, detach)
+        self.run.launch("dora_lines", "radial", *args, tiles=_JOIN)
+        return made
+
+    def rescale_back(
+        self,
+        grad: Tensor,
+        magnitude: Tensor,
+        multiplier: float | Tensor,
+        norm: Tensor,
+        grads: tuple[Tensor | None, Tensor | None, Tensor | None],
+        detach: bool,
+    ) -> None:
+        """Gradients of weight, delta and magnitude, where wanted."""
+        of_weight, of_delta, of_magnitude = grads
+        wanted = of_weight is not None or of_delta is not None
+        made = self.radial(grad, magnitude, multiplier, norm, of_magnitude, detach, wanted)
+        if made is not None:
+            self._spread(grad, norm, made, of_weight, of_delta)
+
+
+#: Sums of a line's parts, ``block_m`` lines a program.
+_JOIN = Plan(16, 32, 0)
+
+
 def _weight_forward(
     run: Schedule,
     t: SimpleNamespace,
@@ -136,9 +230,13 @@ def _weight_forward(
     detach_norm: bool,
 ) -> None:
     group, weight = group_of(t.weight, axis), t.weight.flatten(1)
-    tiles = lines(run, weight, group)
-    args = (weight, t.magnitude, flat(t.delta), None, None, 0.0, scale, saved.norm, flat(out))
-    run.launch("dora", "rescale", *args, group, tiles=tiles)
+    delta, out = flat(t.delta), out.flatten(1)
+    if group:
+        merged = Lines(run, (weight, delta, None, None, 0.0), group)
+        merged.rescale(t.magnitude, scale, saved.norm, out)
+        return
+    args = (weight, t.magnitude, delta, scale, saved.norm, out)
+    run.launch("dora", "rescale", *args, tiles=rows_plan(run, weight))
 
 
 def _weight_backward(
@@ -153,11 +251,14 @@ def _weight_backward(
     detach_norm: bool,
 ) -> None:
     group, weight = group_of(t.weight, axis), t.weight.flatten(1)
-    tiles = lines(run, weight, group)
-    factors = (None, None, 0.0)
-    made = (flat(grads.weight), flat(grads.delta), grads.magnitude, None)
-    args = (grad.flatten(1), weight, t.magnitude, flat(t.delta), *factors, scale, saved.norm)
-    run.launch("dora", "rescale_back", *args, *made, group, detach_norm, tiles=tiles)
+    delta, grad = flat(t.delta), grad.flatten(1)
+    made = (flat(grads.weight), flat(grads.delta), grads.magnitude)
+    if group:
+        merged = Lines(run, (weight, delta, None, None, 0.0), group)
+        merged.rescale_back(grad, t.magnitude, scale, saved.norm, made, detach_norm)
+        return
+    args = (grad, weight, t.magnitude, delta, scale, saved.norm, *made, detach_norm)
+    run.launch("dora", "rescale_back", *args, tiles=rows_plan(run, weight))
 
 
 # ----------------------------------------------------------------------------------- specs

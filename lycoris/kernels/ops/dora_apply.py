@@ -17,7 +17,7 @@ from .. import plan
 from ..plan import CHUNK, Plan
 from ..schedule import Schedule
 from ..spec import Bound, Case, Cost, Operand, OpSpec, Round, Saved, Sizes, register
-from .dora import DETACH, line_norm, lines, ratio, set_magnitude, wide
+from .dora import DETACH, Lines, line_norm, ratio, set_magnitude, wide
 from .dora_lora import contract
 
 
@@ -72,9 +72,8 @@ def _forward(
     detach_norm: bool,
 ) -> None:
     (width, _), rank = t.weight.shape, t.up.shape[1]
-    tiles = lines(run, t.weight, 0, rank)
-    args = (t.weight, t.magnitude, None, t.up, t.down, scale, 1.0, saved.norm, None)
-    run.launch("dora", "rescale", *args, 0, tiles=tiles)
+    merged = Lines(run, (t.weight, None, t.up, t.down, scale), 0)
+    merged.rescale(t.magnitude, 1.0, saved.norm, None)
     hidden = run.empty((t.x.shape[0], rank), run.policy.compute)
     run.matmul(t.x, t.down.t(), hidden, dynamic="m")
     tiles = _expansion(run, width, rank)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import plan
-from ..plan import Plan
+from ..plan import Plan, tile_count
 from ..schedule import Schedule
 from ..shapes import Groups
 from ..spec import Attribute, Bound, Case, Cost, Operand, OpSpec, Round, Saved, Sizes, register
@@ -22,10 +23,10 @@ from .dora import (
     AXIS,
     BY_IN,
     DETACH,
+    Lines,
     flat,
     group_of,
     length_of,
-    lines,
     lines_of,
     rescaled,
     set_magnitude,
@@ -51,12 +52,19 @@ def _formula(
     return rescaled(merged, t.magnitude, multiplier, axis, detach_norm)
 
 
+#: Bytes of partial sums of down's gradient: where there would be more, it takes its own pass.
+_PARTIALS = 2**24
+
+
 def contraction(run: Schedule, columns: int, rank: int) -> Plan:
-    """Tiles of a kernel that contracts a tile of the weight's gradient with one of the factors."""
+    """Tiles of the weight's gradient, each of which is contracted with the factors."""
     if not plan.multiprocessors(run.device):
-        return Plan(16, 64, 16, num_stages=1)
+        return Plan(32, 32, 16, num_stages=1)
     block_k = min(max(16, plan.power_of_2(rank)), 64)
-    return Plan(32, 64, block_k, 4, 2) if columns % 8 == 0 else Plan(32, 64, block_k, 8, 1)
+    if run.policy.compute.itemsize == 4:
+        return Plan(32, 64, block_k, 8, 1)
+    # Twice the rows leave half the partial sums, where registers allow it.
+    return Plan(128 if rank <= 32 and columns % 8 == 0 else 64, 64, block_k, 8, 1)
 
 
 def _forward(
@@ -71,10 +79,8 @@ def _forward(
     detach_norm: bool,
 ) -> None:
     group, weight = group_of(t.weight, axis), t.weight.flatten(1)
-    tiles = lines(run, weight, group, t.up.shape[1])
-    factors = (t.up, t.down, scale)
-    args = (weight, t.magnitude, None, *factors, multiplier, saved.norm, flat(out))
-    run.launch("dora", "rescale", *args, group, tiles=tiles)
+    merged = Lines(run, (weight, None, t.up, t.down, scale), group)
+    merged.rescale(t.magnitude, multiplier, saved.norm, flat(out))
 
 
 def _backward(
@@ -90,15 +96,14 @@ def _backward(
     detach_norm: bool,
 ) -> None:
     group, weight, grad = group_of(t.weight, axis), t.weight.flatten(1), grad.flatten(1)
-    tiles = lines(run, weight, group, t.up.shape[1])
     factors = (t.up, t.down, scale)
-    # The gradient of W + s up down, per line: made[0] * grad + made[1] * its unit vector.
-    made = run.empty((2, *saved.norm.shape), torch.float32)
-    args = (grad, weight, t.magnitude, None, *factors, multiplier, saved.norm)
-    results = (None, None, grads.magnitude, made)
-    run.launch("dora", "rescale_back", *args, *results, group, detach_norm, tiles=tiles)
-    gradient = (weight, grad, *factors, saved.norm, made)
-    contract(run, gradient, flat(grads.weight), grads.up, grads.down, group)
+    wanted = any(g is not None for g in (grads.weight, grads.up, grads.down))
+    merged = Lines(run, (weight, None, *factors), group)
+    rest = (saved.norm, grads.magnitude, detach_norm, wanted)
+    made = merged.radial(grad, t.magnitude, multiplier, *rest)
+    if made is not None:
+        gradient = (weight, grad, *factors, saved.norm, made)
+        contract(run, gradient, flat(grads.weight), grads.up, grads.down, group)
 
 
 def contract(
@@ -112,15 +117,39 @@ def contract(
     """The gradient of W + s up down, contracted with the factors, never stored for them.
 
     ``gradient``: weight, incoming gradient or None, up, down, s, norms, and the two factors a line
-    of :func:`_backward`. Where only the weight's gradient is wanted, it alone is made.
+    of :meth:`Lines.radial`. Where only the weight's gradient is wanted, it alone is made.
     """
-    tiles = contraction(run, gradient[0].shape[1], gradient[2].shape[1])
-    if grad_up is not None or grad_weight is not None:
-        args = (*gradient, grad_weight, grad_up, group)
-        run.launch("dora_contract", "contract_rows", *args, tiles=tiles)
+    (n_out, columns), rank = gradient[0].shape, gradient[2].shape[1]
+    tiles = contraction(run, columns, rank)
+    tiles_m, tiles_n = tile_count(n_out, tiles.block_m), tile_count(columns, tiles.block_n)
+    units = plan.multiprocessors(run.device)
+
+    def strips(blocks: int, along: int) -> int:
+        return max(1, min(along, tile_count(4 * units, blocks) if units else 2))
+
+    def launch(splits: int, weight: Tensor | None, up: Tensor | None, down: Tensor | None) -> None:
+        args = (*gradient, weight, up, down, group)
+        run.launch("dora_contract", "contract", *args, tiles=replace(tiles, splits=splits))
+
+    def total(parts: Tensor | None, out: Tensor | None) -> None:
+        if parts is not None:
+            adding = Plan(1, 512, 1, splits=parts.shape[0])
+            run.launch("lora", "total", parts, None, out, None, None, tiles=adding)
+
+    across, downwards = strips(tiles_m, tiles_n), strips(tiles_n, tiles_m)
+    part_up = part_down = None
+    together = grad_up is not None and 4 * tiles_m * rank * columns <= _PARTIALS
+    if grad_up is not None:
+        part_up = run.empty((across, n_out, rank), torch.float32)
     if grad_down is not None:
-        args = (*gradient, grad_down, group)
-        run.launch("dora_contract", "contract_columns", *args, tiles=tiles)
+        slices = tiles_m if together else downwards
+        part_down = run.empty((slices, rank, columns), torch.float32)
+    if grad_up is not None or grad_weight is not None:
+        launch(across, grad_weight, part_up, part_down if together else None)
+    if grad_down is not None and not together:
+        launch(downwards, None, None, part_down)
+    total(part_up, grad_up)
+    total(part_down, grad_down)
 
 
 def _shapes(present: frozenset[str], *, axis: str, **_: Any) -> Mapping[str, str]:
