@@ -17,6 +17,7 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 from lycoris.kernels.rotation import Pass
 
+from . import rotation_dense as dense
 from .butterfly import compose, pack, stage_gradient, unpack
 from .cayley import cayley_gradient, eliminate
 from .common import NAMES, build
@@ -61,6 +62,9 @@ def rotate(
     Raises:
         KernelBuildError: the kernel can't be built.
     """
+    if extra is None and rescale is None and dense.serves(part, parts.dtype, x, base):
+        streamed = dense.rotate(x, base, parts, power, out, part, transposed, plan)
+        return lambda x, base, extra, rescale, *rest: streamed(x, base, *rest[:3])
     on_cpu = not out.is_cuda
     integers = integers_of(x, part, plan.block_m, 1)
     given = (t is not None for t in (base, extra, rescale, power))

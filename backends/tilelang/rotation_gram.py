@@ -11,6 +11,7 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 from lycoris.kernels.rotation import FLUSH, Pass
 
+from . import rotation_dense as dense
 from .common import NAMES, build
 from .rotation_layout import div, fixed_of, flat, flat_or, index_macro, integers_of, layout, mod
 
@@ -42,6 +43,9 @@ def gram(
     Raises:
         KernelBuildError: the kernel can't be built.
     """
+    if rescale is None and dense.serves(part, compute, x, g, out):
+        streamed = dense.gram(x, g, parts, power, out, total, base, plan)
+        return lambda x, g, rescale, *rest: streamed(x, g, *rest[:4])
     on_cpu = not total.is_cuda
     integers = integers_of(x, part, plan.block_k, plan.splits)
     flags = (base, rescale is not None, power is not None, diff, out is not None)
