@@ -28,7 +28,7 @@ def serves(part: Pass, compute: torch.dtype, *streams: torch.Tensor | None) -> b
 
 def _shape(x: torch.Tensor) -> tuple[int | None, int | None, int | None, bool]:
     """Sizes (A, C, B) that a kernel is made for; None for what stays symbolic."""
-    a, c, b = x.shape
+    _, c, b = x.shape
     if not x.is_cuda:
         return None, None, 1 if b == 1 else None, b == 1
     return None, c, b, b == 1
