@@ -137,7 +137,8 @@ def _fused_plan(
     if tight and torch.cuda.get_device_capability(device) < (9, 0):
         return None
     block_n, block_k = (max(16, power_of_2(size)) for size in (c, d))
-    splits = 3 * multiprocessors(device) or 2
+    # As many programs as a multiprocessor holds at once: each has partial sums of its own.
+    splits = (2 if backward else 5) * multiprocessors(device) or 2
     return Plan(SMALL, block_n, block_k, 8 if backward else 4, 2, splits, "m")
 
 
