@@ -54,7 +54,7 @@ def _fused_grad(
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Every gradient from the same tiles; a tile's products start from 0 and are added in fp32."""
+    """Every gradient from the same tiles, a program's summed in one chain: see the Plan's rule."""
     row = tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_K)
@@ -160,6 +160,6 @@ def fused_grad(
     fixed = (tokens, a, b, c, d, rank, group, *_strides(mixer, mixer_b))
     options = _options(plan, policy, rank, a, b, c, d, rank) | launch_options(plan)
     if plan.num_warps == 8 and not torch.version.hip:
-        options["maxnreg"] = 128  # 6 registers fewer than it would take: two programs an SM, not one
+        options["maxnreg"] = 128  # a few fewer than it would take: two programs an SM, not one
     args = (grad, x, mixer, mixer_b, w2, scale, gx, w1_parts, w2_parts)
     return _fused_grad.prepare(grid, args, options, fixed)

@@ -32,6 +32,9 @@ from .lokr_cases import APPLY_CASES
 
 #: The largest half, either way, that the one-kernel form takes.
 SMALL = 64
+#: Tiles whose gradients a program of that form may sum in one chain of matrix products, which
+#: truncates: 2^-16 of the sum, where the operands' own rounding leaves 2^-11 at least.
+_LONGEST = 128
 
 
 def _apply_shapes(present: frozenset[str]) -> Mapping[str, str]:
@@ -119,6 +122,7 @@ def _mix_grad(
 
 def _fused_plan(
     sizes: tuple[int, int, int, int],
+    tokens: int,
     itemsize: int,
     device: torch.device,
     *,
@@ -127,7 +131,7 @@ def _fused_plan(
     """Tiles of the one-kernel form: as many whole tokens as fit; None where it isn't to be had.
 
     M: rows of w1's side, tokens times a or b; N: c; K: d. At most ``splits`` programs share the
-    tiles, whatever the number of tokens.
+    tiles: the same number up to so many tokens, then twice that, so that builds are few.
     """
     _, _, c, d = sizes
     if max(sizes) > SMALL or itemsize == 4:  # in fp32 it would spill
@@ -139,6 +143,10 @@ def _fused_plan(
     block_n, block_k = (max(16, power_of_2(size)) for size in (c, d))
     # As many programs as a multiprocessor holds at once: each has partial sums of its own.
     splits = (2 if backward else 5) * multiprocessors(device) or 2
+    if backward and device.type == "cuda":
+        tiles = ceil_div(tokens, SMALL // max(sizes[:2]))
+        while splits * _LONGEST < tiles:
+            splits *= 2
     return Plan(SMALL, block_n, block_k, 8 if backward else 4, 2, splits, "m")
 
 
@@ -157,7 +165,7 @@ def _apply_forward(
         _mix(run, hidden, w1, w1_b, 1.0, mixed)
         run.matmul(mixed, w2.t(), y, base=base, scale=scale, dynamic="m")
         return
-    plan = _fused_plan((a, b, c, d), compute.itemsize, run.device, backward=False)
+    plan = _fused_plan((a, b, c, d), tokens, compute.itemsize, run.device, backward=False)
     if plan is not None:
         run.launch("lokr_fused", "fused", x, w1, w1_b, w2, base, scale, y, tiles=plan)
     elif w2_first(a, b, c, d):
@@ -180,7 +188,8 @@ def _apply_backward(
 ) -> None:
     halves = sides(t)
     a, b, c, d = sizes_of(*halves)
-    plan = _fused_plan((a, b, c, d), run.policy.compute.itemsize, run.device, backward=True)
+    itemsize = run.policy.compute.itemsize
+    plan = _fused_plan((a, b, c, d), t.x.shape[0], itemsize, run.device, backward=True)
     views = (grad.view(-1, c), t.x.view(-1, d), None if grads.x is None else grads.x.view(-1, d))
     if halves[3] is not None:
         _backward_by_rank(run, *views, t, scale, grads)
@@ -288,7 +297,7 @@ def _backward_fused(
     """Everything from one pass over x and the incoming gradient."""
     w1, w1_b, w2, _ = sides(t)
     a, b, c, d = sizes_of(w1, w1_b, w2, None)
-    group = SMALL // max(a, b)
+    group = SMALL // max(a, b)  # tokens of a tile
     programs = min(plan.splits, ceil_div(x.shape[0] // b, group))
     w1_parts = w2_parts = None
     if _wants_w1(grads):  # every token of a tile has a sum of its own
