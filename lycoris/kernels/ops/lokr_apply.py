@@ -117,7 +117,7 @@ def _mix_grad(
         plan = Plan(32, 32, 32, splits=2, dynamic="k")
     parts = run.empty((plan.splits, a, b), torch.float32)
     run.launch("lokr_mix", "mix_grad", grad, value, scale, parts, tiles=plan)
-    finish(run, parts, t, grads, "w1")
+    finish(run, t, grads, parts)
 
 
 def _fused_plan(
@@ -308,8 +308,7 @@ def _backward_fused(
         return
     args = (g, x, *_transposed(w1, w1_b), w2, scale, gx, w1_parts, w2_parts)
     run.launch("lokr_fused", "fused_grad", *args, tiles=plan)
-    finish(run, w1_parts, t, grads, "w1")
-    finish(run, w2_parts, t, grads, "w2")
+    finish(run, t, grads, w1_parts, w2_parts)
 
 
 def _apply_reductions(d: Mapping[str, int]) -> Mapping[str, int]:
