@@ -226,7 +226,8 @@ def kron(
 
     A half is ``w`` where ``w_b`` is None, else the product of the pair, summed in fp32 from values
     cast to ``policy.compute`` and not rounded. M and N of ``plan`` are c and d, K is how many of
-    W1's elements are taken at once; each split takes a contiguous share of them. ``base`` is contiguous, as ``out`` is.
+    W1's elements are taken at once; each split takes a contiguous share of them. ``base`` is
+    contiguous, as ``out`` is.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.

@@ -105,7 +105,7 @@ def sizes_of(
 
 
 def _weight_plan(pairs: int, c: int, d: int, device: torch.device) -> Plan:
-    """Tiles of w2 (M, N), each of which a program multiplies by its share of w1's elements, K at once.
+    """Tiles of w2 (M, N) that a program multiplies by its share of w1's elements, K at once.
 
     Few rows of many neighbouring blocks: whole cache lines, and sums that stay within a warp. Each
     share of the backward pass costs an fp32 copy of w2's gradient, and none may sum more than
