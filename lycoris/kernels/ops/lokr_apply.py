@@ -70,13 +70,17 @@ def _apply_formula(t: SimpleNamespace, scale: Scale, rnd: Round) -> Tensor:
     return out if t.base is None else t.base + out
 
 
-def _mix_plan(rows: int, n: int, itemsize: int, device: torch.device) -> Plan:
-    """Tiles of ``mix``: ``rows`` (tokens times rows of w1) by n, over rows of the input."""
-    if not multiprocessors(device):
-        return Plan(32, 32, 32, dynamic="m")
+def _mix_plan(n: int, itemsize: int, device: torch.device) -> Plan:
+    """Tiles of ``mix``: rows of the output (tokens times rows of w1) by n, over the input's rows.
+
+    Where a tile holds whole tokens, ``splits`` programs share them all.
+    """
+    units = multiprocessors(device)
+    if not units:
+        return Plan(32, 32, 32, splits=2, dynamic="m")
     wide = itemsize == 4
     block_m, block_n = 32 if wide else 64, min(64 if wide else 128, max(16, power_of_2(n)))
-    return Plan(block_m, block_n, 32 if wide else 64, 4, 2, dynamic="m")
+    return Plan(block_m, block_n, 32 if wide else 64, 4, 3, 4 * units, dynamic="m")
 
 
 def _mix(
@@ -89,7 +93,7 @@ def _mix(
     base: Tensor | None = None,
 ) -> None:
     """out (T * a, n) = [base +] scale * w1 (a, b) @ value (T * b, n), token by token."""
-    plan = _mix_plan(out.shape[0], out.shape[1], run.policy.compute.itemsize, run.device)
+    plan = _mix_plan(out.shape[1], run.policy.compute.itemsize, run.device)
     run.launch("lokr_mix", "mix", value, w1, w1_b, base, scale, out, tiles=plan)
 
 
@@ -107,8 +111,10 @@ def _mix_grad(
     tokens, units = value.shape[0] // b, multiprocessors(run.device)
     if units:
         block_m, block_n = (min(64, max(16, power_of_2(size))) for size in shape)
-        block_k = 64 if run.policy.compute.itemsize == 2 else 32
-        wanted = ceil_div(2 * units, ceil_div(a, block_m) * ceil_div(b, block_n))
+        wide = run.policy.compute.itemsize == 4
+        # A longer tile where it doesn't cross a token, and two of them fit.
+        block_k = 32 if wide else 256 if n % 256 == 0 and block_m + block_n <= 64 else 64
+        wanted = ceil_div(4 * units, ceil_div(a, block_m) * ceil_div(b, block_n))
         # A split of few sums isn't worth its part; one of very many would lose accuracy.
         length = tokens * n
         splits = max(min(wanted, ceil_div(length, CHUNK)), ceil_div(length, block_k * CHUNK))
