@@ -11,20 +11,11 @@ from typing import Any
 import torch
 
 from lycoris.kernels.launch import Launch, prepared
-from lycoris.kernels.plan import Plan
+from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
 from .common import NAMES, build
-from .lokr_common import (
-    Half,
-    Scale,
-    factor_of,
-    is_exact,
-    operand,
-    product_of,
-    stored,
-    threads_of,
-)
+from .lokr_common import Half, Scale, factor_of, operand, stored
 
 
 def _kron_params(
@@ -43,8 +34,7 @@ def _kron_params(
         (plan.block_m, plan.block_n, plan.block_k),
         (stored(w1, policy.compute), stored(w2, policy.compute), policy.compute),
         plan.splits,
-        is_exact(policy, on_cpu),
-        threads_of(plan, on_cpu, (plan.block_m, plan.block_n)),
+        32 if on_cpu else 32 * plan.num_warps,
         "int64" if on_cpu else "int32",
     )
 
@@ -63,51 +53,69 @@ def _halves(T: Any, sizes: tuple[Any, ...], dtypes: tuple[Any, ...], index: str)
     return A, B, C, D, R1, R2, O, N, *types
 
 
-def _readers(
-    T: Any, low: tuple[bool, bool], blocks: tuple[int, int, int], compute: str, exact: bool
-) -> tuple[Any, Any]:
-    """Macros: a tile of W2 into shared memory, and one element of W1, both in fp32."""
-    (low_1, low_2), (block_m, block_n, block_k) = low, blocks
-    product = product_of(T, exact)
+def _readers(T: Any, low: tuple[bool, bool], blocks: tuple[int, int, int], compute: str) -> Any:
+    """Macros: a tile of W2, and some elements of W1, into shared memory, in fp32.
+
+    Of a pair by multiply-adds: a tile has fewer rows than a matrix product takes. Sums over a rank
+    longer than ``CHUNK`` are made in two levels.
+    """
+    block_m, block_n, count = blocks
+
+    def product(w: Any, w_b: Any, row: Any, k: Any, column: Any) -> Any:
+        left, right = (T.cast(T.cast(t, compute), "float32") for t in (w[row, k], w_b[k, column]))
+        return left * right
 
     @T.macro
-    def w2_tile(w2: Any, w2_b: Any, tile: Any, C: Any, D: Any, R2: Any, by: Any, bx: Any) -> None:
-        if low_2:
-            left = T.alloc_shared((block_m, block_k), compute)
-            right = T.alloc_shared((block_k, block_n), compute)
+    def w2_tile(
+        w2: Any, w2_b: Any, tile: Any, C: Any, D: Any, R2: Any, row: Any, column: Any
+    ) -> None:
+        if low[1]:
             part = T.alloc_fragment((block_m, block_n), "float32")
             total = T.alloc_fragment((block_m, block_n), "float32")
             T.clear(total)
-            for step in T.serial(T.ceildiv(R2, block_k)):
-                T.copy(w2[by * block_m, step * block_k], left)
-                T.copy(w2_b[step * block_k, bx * block_n], right)
+            for chunk in T.serial(T.ceildiv(R2, CHUNK)):
                 T.clear(part)
-                product(part, left, right, block_m, block_n, block_k, False, False)
+                for i, j in T.Parallel(block_m, block_n):
+                    if row + i < C and column + j < D:
+                        for k in T.serial(T.min(R2 - chunk * CHUNK, CHUNK)):
+                            part[i, j] += product(w2, w2_b, row + i, chunk * CHUNK + k, column + j)
                 for i, j in T.Parallel(block_m, block_n):
                     total[i, j] += part[i, j]
             T.copy(total, tile)
         else:
             for i, j in T.Parallel(block_m, block_n):
-                row = by * block_m + i
-                column = bx * block_n + j
                 tile[i, j] = T.if_then_else(
-                    T.And(row < C, column < D),
-                    T.cast(T.cast(w2[row, column], compute), "float32"),
+                    T.And(row + i < C, column + j < D),
+                    T.cast(T.cast(w2[row + i, column + j], compute), "float32"),
                     T.float32(0),
                 )
 
     @T.macro
-    def w1_element(w1: Any, w1_b: Any, factor: Any, R1: Any, a: Any, b: Any) -> None:
-        if low_1:
-            factor[0] = 0
-            for k in T.serial(R1):
-                factor[0] += T.cast(T.cast(w1[a, k], compute), "float32") * T.cast(
-                    T.cast(w1_b[k, b], compute), "float32"
-                )
+    def w1_elements(w1: Any, w1_b: Any, factors: Any, B: Any, R1: Any, pair: Any, end: Any) -> None:
+        if low[0]:
+            part = T.alloc_fragment((count,), "float32")
+            total = T.alloc_fragment((count,), "float32")
+            T.clear(total)
+            for chunk in T.serial(T.ceildiv(R1, CHUNK)):
+                T.clear(part)
+                for i in T.Parallel(count):
+                    if pair + i < end:
+                        for k in T.serial(T.min(R1 - chunk * CHUNK, CHUNK)):
+                            part[i] += product(
+                                w1, w1_b, (pair + i) // B, chunk * CHUNK + k, (pair + i) % B
+                            )
+                for i in T.Parallel(count):
+                    total[i] += part[i]
+            T.copy(total, factors)
         else:
-            factor[0] = T.cast(T.cast(w1[a, b], compute), "float32")
+            for i in T.Parallel(count):
+                factors[i] = T.if_then_else(
+                    pair + i < end,
+                    T.cast(T.cast(w1[(pair + i) // B, (pair + i) % B], compute), "float32"),
+                    T.float32(0),
+                )
 
-    return w2_tile, w1_element
+    return w2_tile, w1_elements
 
 
 @prepared
@@ -126,8 +134,9 @@ def kron(
     """out (a * c, b * d) = [base +] scale * kron(W1 (a, b), W2 (c, d)).
 
     A half is ``w`` where ``w_b`` is None, else the product of the pair, summed in fp32 from values
-    cast to ``policy.compute`` and not rounded. M and N of ``plan`` are c and d, K is w2's rank;
-    each split takes a contiguous share of W1's elements. ``base`` is contiguous, as ``out`` is.
+    cast to ``policy.compute`` and not rounded. M and N of ``plan`` are c and d, K is how many of
+    W1's elements are taken at once; each split takes a contiguous share of them. ``base`` is
+    contiguous, as ``out`` is.
 
     Raises:
         KernelBuildError: the kernel can't be built.
@@ -165,7 +174,6 @@ def kron_kernel(
     blocks: tuple[int, int, int],
     dtypes: tuple[torch.dtype, ...],
     splits: int,
-    exact: bool,
     threads: int,
     index: str,
     base_dtype: torch.dtype | None,
@@ -178,10 +186,9 @@ def kron_kernel(
     A, B, C, D, R1, R2, O, N, *types = _halves(T, sizes, dtypes, index)
     w1_type, w1_b_type, w2_type, w2_b_type = types
     low = sizes[4] != 0, sizes[5] != 0
-    compute = NAMES[dtypes[2]]
-    block_m, block_n, _ = blocks
-    share = T.ceildiv(A * B, splits)
-    w2_tile, w1_element = _readers(T, low, blocks, compute, exact)
+    block_m, block_n, count = blocks
+    steps = T.ceildiv(A * B, splits * count)  # of a share
+    w2_tile, w1_elements = _readers(T, low, blocks, NAMES[dtypes[2]])
     base_type = T.Tensor((O, N), NAMES[out_dtype if base_dtype is None else base_dtype])
     scale_type = T.Tensor((1,), "float32") if scale_by_tensor else T.float32
     out_type = T.Tensor((O, N), NAMES[out_dtype])
@@ -191,24 +198,22 @@ def kron_kernel(
         grid = T.ceildiv(D, block_n), T.ceildiv(C, block_m), splits
         with T.Kernel(*grid, threads=threads) as (bx, by, bz):
             tile = T.alloc_shared((block_m, block_n), "float32")
-            factor = T.alloc_local((1,), "float32")
-            w2_tile(w2, w2_b, tile, C, D, R2, by, bx)
-            for step in T.serial(share):
-                pair = bz * share + step
-                if pair < A * B:
-                    a = pair // B
-                    b = pair % B
-                    w1_element(w1, w1_b, factor, R1, a, b)
-                    for i, j in T.Parallel(block_m, block_n):
-                        row = by * block_m + i
-                        column = bx * block_n + j
-                        if row < C and column < D:
-                            value = factor[0] * (
-                                tile[i, j] * (scale[0] if scale_by_tensor else scale)
-                            )
-                            if base_dtype is not None:
-                                value += T.cast(base[a * C + row, b * D + column], "float32")
-                            out[a * C + row, b * D + column] = value
+            factors = T.alloc_shared((count,), "float32")
+            w2_tile(w2, w2_b, tile, C, D, R2, by * block_m, bx * block_n)
+            for step in T.serial(steps):
+                pair = (bz * steps + step) * count
+                w1_elements(w1, w1_b, factors, B, R1, pair, A * B)
+                for i, j in T.Parallel(block_m * count, block_n):
+                    row = by * block_m + i // count
+                    column = bx * block_n + j
+                    at = pair + i % count
+                    if row < C and column < D and at < A * B:
+                        value = factors[i % count] * (
+                            tile[i // count, j] * (scale[0] if scale_by_tensor else scale)
+                        )
+                        if base_dtype is not None:
+                            value += T.cast(base[at // B * C + row, at % B * D + column], "float32")
+                        out[at // B * C + row, at % B * D + column] = value
 
     @T.prim_func
     def kron(
@@ -254,7 +259,6 @@ def kron_grad(
             stored(grad, torch.float32),
             (w1_parts is not None, w2_parts is not None),
             isinstance(scale, torch.Tensor),
-            1 if not grad.is_cuda else plan.num_stages,
         ),
         grad.device,
     )
@@ -284,13 +288,11 @@ def kron_grad_kernel(
     blocks: tuple[int, int, int],
     dtypes: tuple[torch.dtype, ...],
     splits: int,
-    exact: bool,
     threads: int,
     index: str,
     grad_dtype: torch.dtype,
     wanted: tuple[bool, bool],
     scale_by_tensor: bool,
-    stages: int,
 ) -> Any:
     """The prim_func behind :func:`kron_grad`; see :func:`kron_kernel`."""
     import tilelang.language as T
@@ -298,11 +300,10 @@ def kron_grad_kernel(
     A, B, C, D, R1, R2, O, N, *types = _halves(T, sizes, dtypes, index)
     w1_type, w1_b_type, w2_type, w2_b_type = types
     low = sizes[4] != 0, sizes[5] != 0
-    compute = NAMES[dtypes[2]]
-    block_m, block_n, _ = blocks
+    block_m, block_n, count = blocks
     want_1, want_2 = wanted
-    share = T.ceildiv(A * B, splits)
-    w2_tile, w1_element = _readers(T, low, blocks, compute, exact)
+    steps = T.ceildiv(A * B, splits * count)  # of a share
+    w2_tile, w1_elements = _readers(T, low, blocks, NAMES[dtypes[2]])
     tiles = (
         T.dynamic("tiles", index)
         if sizes[0] is None
@@ -314,7 +315,6 @@ def kron_grad_kernel(
     # A type of its own for each: parameters of one type object would become one buffer.
     parts_1 = T.Tensor(shape_1 if want_1 else shape_2, "float32")
     parts_2 = T.Tensor(shape_2 if want_2 else shape_1, "float32")
-    # The last share may be shorter: its other steps repeat a pair, and count for nothing.
 
     @T.macro
     def body(
@@ -323,48 +323,52 @@ def kron_grad_kernel(
         grid = T.ceildiv(D, block_n), T.ceildiv(C, block_m), splits
         with T.Kernel(*grid, threads=threads) as (bx, by, bz):
             tile = T.alloc_shared((block_m, block_n), "float32")
-            got = T.alloc_shared((block_m, block_n), NAMES[grad_dtype])
-            sums = T.alloc_fragment((block_m, block_n), "float32")
-            products = T.alloc_fragment((block_m, block_n), "float32")
-            row_sums = T.alloc_fragment((block_m,), "float32")
-            whole = T.alloc_fragment((1,), "float32")
-            factor = T.alloc_local((1,), "float32")
+            factors = T.alloc_shared((count,), "float32")
+            rows = T.alloc_shared((block_m * count,), "float32")
+            staged = T.alloc_shared((block_m * count, block_n), "float32")
+            value = T.alloc_fragment((block_m * count, block_n), "float32")
+            sums = T.alloc_fragment((block_m * count, block_n), "float32")
+            row_sums = T.alloc_fragment((block_m * count,), "float32")
             if want_1:
-                w2_tile(w2, w2_b, tile, C, D, R2, by, bx)
+                w2_tile(w2, w2_b, tile, C, D, R2, by * block_m, bx * block_n)
             T.clear(sums)
-            for step in T.Pipelined(share, num_stages=stages):
-                pair = bz * share + step
-                a = T.min(pair, A * B - 1) // B
-                b = T.min(pair, A * B - 1) % B
-                T.copy(grad[a * C + by * block_m, b * D + bx * block_n], got)
+            for step in T.serial(steps):
+                pair = (bz * steps + step) * count
+                for i, j in T.Parallel(block_m * count, block_n):
+                    row = by * block_m + i // count
+                    column = bx * block_n + j
+                    at = pair + i % count
+                    # What lies beyond the tile's edge belongs to another element of W1.
+                    value[i, j] = T.if_then_else(
+                        T.And(T.And(row < C, column < D), at < A * B),
+                        T.cast(grad[at // B * C + row, at % B * D + column], "float32"),
+                        T.float32(0),
+                    )
                 if want_2:
-                    w1_element(w1, w1_b, factor, R1, a, b)
-                    for i, j in T.Parallel(block_m, block_n):
-                        # Beyond the last pair nothing is added, not even 0 times an infinity.
-                        sums[i, j] += T.if_then_else(
-                            pair < A * B, factor[0] * T.cast(got[i, j], "float32"), T.float32(0)
-                        )
+                    w1_elements(w1, w1_b, factors, B, R1, pair, A * B)
+                    for i, j in T.Parallel(block_m * count, block_n):
+                        sums[i, j] += factors[i % count] * value[i, j]
                 if want_1:
-                    for i, j in T.Parallel(block_m, block_n):
-                        # What lies beyond the tile's edge belongs to another element of W1.
-                        products[i, j] = T.if_then_else(
-                            T.And(by * block_m + i < C, bx * block_n + j < D),
-                            T.cast(got[i, j], "float32") * tile[i, j],
-                            T.float32(0),
-                        )
-                    T.reduce_sum(products, row_sums, dim=1)
-                    T.reduce_sum(row_sums, whole, dim=0)
-                    if pair < A * B:
-                        for i in T.Parallel(1):
-                            w1_parts[by * T.ceildiv(D, block_n) + bx, a, b] = whole[i] * (
-                                scale[0] if scale_by_tensor else scale
-                            )
+                    for i, j in T.Parallel(block_m * count, block_n):
+                        value[i, j] *= tile[i // count, j]
+                    T.reduce_sum(value, row_sums, dim=1)
+                    T.copy(row_sums, rows)
+                    for k in T.Parallel(count):
+                        if pair + k < A * B:
+                            for i in T.serial(1, block_m):
+                                rows[k] += rows[i * count + k]
+                            w1_parts[
+                                by * T.ceildiv(D, block_n) + bx, (pair + k) // B, (pair + k) % B
+                            ] = rows[k] * (scale[0] if scale_by_tensor else scale)
             if want_2:
+                T.copy(sums, staged)
                 for i, j in T.Parallel(block_m, block_n):
                     row = by * block_m + i
                     column = bx * block_n + j
                     if row < C and column < D:
-                        w2_parts[bz, row, column] = sums[i, j] * (
+                        for k in T.serial(1, count):
+                            staged[i * count, j] += staged[i * count + k, j]
+                        w2_parts[bz, row, column] = staged[i * count, j] * (
                             scale[0] if scale_by_tensor else scale
                         )
 

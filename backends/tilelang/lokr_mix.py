@@ -140,7 +140,8 @@ def mix(
 
     W is ``w`` where ``w_b`` is None, else ``w @ w_b``, rounded to ``policy.compute``; both may be
     transposed. ``value``, ``base`` and ``out`` are contiguous. M and N of ``plan`` are rows and
-    columns of ``out``, K rows of ``value``.
+    columns of ``out``, K rows of ``value``; where whole tokens fit, at most ``splits`` programs
+    take the tiles in turn.
 
     Raises:
         KernelBuildError: the kernel can't be built.
@@ -152,12 +153,15 @@ def mix(
         out.dtype,
         compute,
     )
+    q, p = w.shape[0], w.shape[1] if w_b is None else w_b.shape[1]
+    fits = q <= plan.block_m and p <= plan.block_k
     kernel = build(
-        mix_kernel,
+        mix_tokens_kernel if fits else mix_kernel,
         (
             mixer_params(w, w_b, policy),
             None if on_cpu else out.shape[1],
             (plan.block_m, plan.block_n, plan.block_k),
+            plan.splits,
             dtypes,
             isinstance(scale, torch.Tensor),
             is_exact(policy, on_cpu),
@@ -186,6 +190,7 @@ def mix_kernel(
     params: tuple[Any, ...],
     n: int | None,
     blocks: tuple[int, int, int],
+    programs: int,
     dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype, torch.dtype],
     scale_by_tensor: bool,
     exact: bool,
@@ -256,6 +261,82 @@ def mix_kernel(
     return mix
 
 
+def mix_tokens_kernel(
+    params: tuple[Any, ...],
+    n: int | None,
+    blocks: tuple[int, int, int],
+    programs: int,
+    dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype, torch.dtype],
+    scale_by_tensor: bool,
+    exact: bool,
+    threads: int,
+    index: str,
+) -> Any:
+    """The prim_func behind :func:`mix` where whole tokens fit: W is the same for all tiles."""
+    import tilelang.language as T
+
+    N = T.dynamic("n", index) if n is None else n
+    ROWS, INNER = T.dynamic("rows", index), T.dynamic("inner", index)
+    Q, P, R, w_type, w_b_type = mixer_types(T, params, index)
+    block_m, block_n, block_k = blocks
+    value_dtype, base_dtype, out_dtype, compute = (
+        None if dtype is None else NAMES[dtype] for dtype in dtypes
+    )
+    mixer = mixer_of(T, params, compute, exact, block_m, block_k)
+    product = product_of(T, exact)
+    group = T.min(T.floordiv(block_m, Q), T.floordiv(block_k, P))  # tokens of a tile
+    across = T.ceildiv(N, block_n)
+    tiles = T.ceildiv(ROWS, group * Q) * across
+    grid = T.min(tiles, programs)
+    value_type = T.Tensor((INNER, N), value_dtype)
+    base_type = T.Tensor((ROWS, N), base_dtype or out_dtype)
+    scale_type = T.Tensor((1,), "float32") if scale_by_tensor else T.float32
+    out_type = T.Tensor((ROWS, N), out_dtype)
+
+    @T.macro
+    def body(value: Any, w: Any, w_b: Any, base: Any, scale: Any, out: Any) -> None:
+        with T.Kernel(grid, threads=threads) as bx:
+            mixing = T.alloc_shared((block_m, block_k), compute)
+            inner = T.alloc_shared((block_k, block_n), compute)
+            mixed = T.alloc_fragment((block_m, block_n), "float32")
+            staged = T.alloc_shared((block_m, block_n), "float32")
+            mixer(w, w_b, mixing, Q, P, R, 0, group * Q, 0, group * P)
+            for step in T.serial(T.ceildiv(tiles - bx, grid)):
+                token = (bx + step * grid) // across * group
+                first = (bx + step * grid) % across * block_n
+                # Not the next tile's tokens: 0 times an infinity of theirs would be no 0.
+                for k, j in T.Parallel(block_k, block_n):
+                    inner[k, j] = T.if_then_else(
+                        T.And(k < group * P, T.And(token * P + k < INNER, first + j < N)),
+                        T.cast(value[token * P + k, first + j], compute),
+                        T.cast(0, compute),
+                    )
+                T.clear(mixed)
+                product(mixed, mixing, inner, block_m, block_n, block_k, False, False)
+                T.copy(mixed, staged)
+                for i, j in T.Parallel(block_m, block_n):
+                    row = token * Q + i
+                    column = first + j
+                    if i < group * Q and row < ROWS and column < N:
+                        result = staged[i, j] * (scale[0] if scale_by_tensor else scale)
+                        if base_dtype is not None:
+                            result += T.cast(base[row, column], "float32")
+                        out[row, column] = result
+
+    @T.prim_func
+    def mix(
+        value: value_type,  # type: ignore[valid-type]
+        w: w_type,  # type: ignore[valid-type]
+        w_b: w_b_type,  # type: ignore[valid-type]
+        base: base_type,  # type: ignore[valid-type]
+        scale: scale_type,  # type: ignore[valid-type]
+        out: out_type,  # type: ignore[valid-type]
+    ) -> None:
+        body(value, w, w_b, base, scale, out)
+
+    return mix
+
+
 @prepared
 def mix_grad(
     grad: torch.Tensor,
@@ -282,6 +363,7 @@ def mix_grad(
             (plan.block_m, plan.block_n, plan.block_k),
             (stored(grad, compute), stored(value, compute), compute),
             isinstance(scale, torch.Tensor),
+            grad.shape[1] % plan.block_k == 0,
             is_exact(policy, on_cpu),
             threads_of(plan, on_cpu, (plan.block_m, plan.block_n)),
             "int64" if on_cpu else "int32",
@@ -300,11 +382,15 @@ def mix_grad_kernel(
     blocks: tuple[int, int, int],
     dtypes: tuple[torch.dtype, ...],
     scale_by_tensor: bool,
+    even: bool,
     exact: bool,
     threads: int,
     index: str,
 ) -> Any:
-    """The prim_func behind :func:`mix_grad`; the numbers of tokens and splits stay symbolic."""
+    """The prim_func behind :func:`mix_grad`; the numbers of tokens and splits stay symbolic.
+
+    ``even``: n is a multiple of a step, which then lies within a token.
+    """
     import tilelang.language as T
 
     Q, P, N = (
@@ -325,7 +411,7 @@ def mix_grad_kernel(
         grid = T.ceildiv(P, block_n), T.ceildiv(Q, block_m), SPLITS
         with T.Kernel(*grid, threads=threads) as (bx, by, bz):
             left = T.alloc_shared((block_m, block_k), compute)
-            right = T.alloc_shared((block_k, block_n), compute)
+            right = T.alloc_shared((block_n, block_k), compute)
             part = T.alloc_fragment((block_m, block_n), "float32")
             total = T.alloc_fragment((block_m, block_n), "float32")
             share = T.ceildiv(ROWS // Q, SPLITS)
@@ -333,32 +419,48 @@ def mix_grad_kernel(
             length = T.max(T.min(share, ROWS // Q - token), 0) * N
             T.clear(total)
             for step in T.serial(T.ceildiv(length, block_k)):
-                for i, k in T.Parallel(block_m, block_k):
-                    left[i, k] = T.if_then_else(
-                        T.And(by * block_m + i < Q, step * block_k + k < length),
-                        T.cast(
-                            grad[
-                                (token + (step * block_k + k) // N) * Q + by * block_m + i,
-                                (step * block_k + k) % N,
-                            ],
-                            compute,
-                        ),
-                        T.cast(0, compute),
-                    )
-                for j, k in T.Parallel(block_n, block_k):
-                    right[k, j] = T.if_then_else(
-                        T.And(bx * block_n + j < P, step * block_k + k < length),
-                        T.cast(
-                            value[
-                                (token + (step * block_k + k) // N) * P + bx * block_n + j,
-                                (step * block_k + k) % N,
-                            ],
-                            compute,
-                        ),
-                        T.cast(0, compute),
-                    )
+                if even:
+                    at = token + step * block_k // N
+                    first = step * block_k % N
+                    for i, k in T.Parallel(block_m, block_k):
+                        left[i, k] = T.if_then_else(
+                            by * block_m + i < Q,
+                            T.cast(grad[at * Q + by * block_m + i, first + k], compute),
+                            T.cast(0, compute),
+                        )
+                    for j, k in T.Parallel(block_n, block_k):
+                        right[j, k] = T.if_then_else(
+                            bx * block_n + j < P,
+                            T.cast(value[at * P + bx * block_n + j, first + k], compute),
+                            T.cast(0, compute),
+                        )
+                else:
+                    for i, k in T.Parallel(block_m, block_k):
+                        left[i, k] = T.if_then_else(
+                            T.And(by * block_m + i < Q, step * block_k + k < length),
+                            T.cast(
+                                grad[
+                                    (token + (step * block_k + k) // N) * Q + by * block_m + i,
+                                    (step * block_k + k) % N,
+                                ],
+                                compute,
+                            ),
+                            T.cast(0, compute),
+                        )
+                    for j, k in T.Parallel(block_n, block_k):
+                        right[j, k] = T.if_then_else(
+                            T.And(bx * block_n + j < P, step * block_k + k < length),
+                            T.cast(
+                                value[
+                                    (token + (step * block_k + k) // N) * P + bx * block_n + j,
+                                    (step * block_k + k) % N,
+                                ],
+                                compute,
+                            ),
+                            T.cast(0, compute),
+                        )
                 T.clear(part)
-                product(part, left, right, block_m, block_n, block_k, False, False)
+                product(part, left, right, block_m, block_n, block_k, False, True)
                 for i, j in T.Parallel(block_m, block_n):
                     total[i, j] += part[i, j]
             for i, j in T.Parallel(block_m, block_n):

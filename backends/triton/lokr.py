@@ -13,12 +13,15 @@ import triton
 import triton.language as tl
 
 from lycoris.kernels.launch import Launch, prepared
+from lycoris.kernels.plan import CHUNK as _CHUNK
 from lycoris.kernels.plan import Plan, power_of_2
 from lycoris.kernels.precision import Policy
 
 from .common import MIN_TRIPLE, TL_DTYPE, kernel, launch_options
 
 Half = torch.Tensor | None
+#: As kernels take it.
+CHUNK = tl.constexpr(_CHUNK)
 
 
 @triton.jit
@@ -47,22 +50,32 @@ def _half(
 
 
 @triton.jit
-def _element(w, w_b, rank, row, column, strides, COMPUTE: tl.constexpr, BLOCK_R: tl.constexpr):
-    """One element of a half, in fp32."""
-    w += row.to(tl.int64) * strides[0]
+def _elements(
+    w, w_b, rank, rows, columns, inside, strides, COMPUTE: tl.constexpr, STEPS: tl.constexpr
+):  # fmt: skip
+    """Elements of a half, w or w @ w_b, in fp32, by multiply-adds; 0 where not inside.
+
+    rows and columns need only broadcast to the shape of inside. For tiles of fewer rows than a
+    matrix product takes; sums are in two levels where they are longer than CHUNK.
+    """
+    w += rows.to(tl.int64) * strides[0]
     if w_b is None:
-        value = tl.load(w + column.to(tl.int64) * strides[1]).to(COMPUTE).to(tl.float32)
+        value = tl.load(w + columns.to(tl.int64) * strides[1], mask=inside, other=0.0)
+        tile = value.to(COMPUTE).to(tl.float32)
     else:
-        w_b += column.to(tl.int64) * strides[3]
-        ranks = tl.arange(0, BLOCK_R)
-        parts = tl.zeros((BLOCK_R,), tl.float32)
-        for r in range(0, rank, BLOCK_R):
-            ok = r + ranks < rank
-            left = tl.load(w + (r + ranks) * strides[1], mask=ok, other=0.0)
-            right = tl.load(w_b + (r + ranks).to(tl.int64) * strides[2], mask=ok, other=0.0)
-            parts += left.to(COMPUTE).to(tl.float32) * right.to(COMPUTE).to(tl.float32)
-        value = tl.sum(parts)
-    return value
+        # Rows and columns beyond the edge stay in bounds, as for _half.
+        w_b += columns.to(tl.int64) * strides[3]
+        tile = tl.zeros(inside.shape, tl.float32)
+        for first in range(0, rank, CHUNK):
+            part = tl.zeros(inside.shape, tl.float32)
+            for r in range(first, tl.minimum(rank, first + CHUNK), STEPS):
+                for step in tl.static_range(STEPS):  # whose loads wait for none of the others
+                    at = tl.cast(r + step, tl.int64)
+                    left = tl.load(w + at * strides[1], mask=inside & (at < rank), other=0.0)
+                    right = tl.load(w_b + at * strides[2], mask=inside & (at < rank), other=0.0)
+                    part += left.to(COMPUTE).to(tl.float32) * right.to(COMPUTE).to(tl.float32)
+            tile += part
+    return tile
 
 
 @triton.jit
@@ -82,34 +95,37 @@ def _kron(
     w1, w1_b, w2, w2_b, base, scale, out,
     A, B, C, D, rank_1, rank_2, share,
     stride_1r, stride_1k, stride_1p, stride_1c, stride_2r, stride_2k, stride_2p, stride_2c,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of w2 times a share of w1's elements."""
+    """One tile of w2 times a share of w1's elements, BLOCK_K of them at once."""
     tiles_n = tl.cdiv(D, BLOCK_N)
     pid = tl.program_id(0)
-    rows = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (rows < C)[:, None] & (columns < D)[None, :]
-    tile = _half(
-        w2, w2_b, rank_2, tl.minimum(rows, C - 1)[:, None], tl.minimum(columns, D - 1)[None, :],
-        inside, (stride_2r, stride_2k, stride_2p, stride_2c), COMPUTE, PRECISION, BLOCK_K,
+    rows = (pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
+    columns = (pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, None, :]
+    inside = (rows < C) & (columns < D)
+    tile = _elements(
+        w2, w2_b, rank_2, tl.minimum(rows, C - 1), tl.minimum(columns, D - 1), inside,
+        (stride_2r, stride_2k, stride_2p, stride_2c), COMPUTE, 8,
     )  # fmt: skip
     tile = _scaled(tile, scale)
     width = tl.cast(B, tl.int64) * D
-    place = rows.to(tl.int64)[:, None] * width + columns[None, :]
+    place = rows.to(tl.int64) * width + columns
     start = tl.program_id(1) * share
-    for i in range(start, tl.minimum(start + share, A * B)):
-        a = i // B
-        b = i % B
-        factor = _element(
-            w1, w1_b, rank_1, a, b, (stride_1r, stride_1k, stride_1p, stride_1c), COMPUTE, BLOCK_R
-        )
+    end = tl.minimum(start + share, A * B)
+    for i in range(start, end, BLOCK_K):
+        pair = (i + tl.arange(0, BLOCK_K))[None, :, None]
+        a = tl.minimum(pair, A * B - 1) // B
+        b = tl.minimum(pair, A * B - 1) % B
+        factor = _elements(
+            w1, w1_b, rank_1, a, b, pair < end, (stride_1r, stride_1k, stride_1p, stride_1c),
+            COMPUTE, 8,
+        )  # fmt: skip
         at = place + (a.to(tl.int64) * C * width + b.to(tl.int64) * D)
+        ok = inside & (pair < end)
         value = factor * tile
         if base is not None:
-            value += tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+            value += tl.load(base + at, mask=ok, other=0.0).to(tl.float32)
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=ok)
 
 
 @kernel
@@ -117,44 +133,45 @@ def _kron_grad(
     grad, w1, w1_b, w2, w2_b, scale, w1_parts, w2_parts,
     A, B, C, D, rank_1, rank_2, share,
     stride_1r, stride_1k, stride_1p, stride_1c, stride_2r, stride_2k, stride_2p, stride_2c,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A tile of w2's gradient over a share of w1's elements, and what the tile adds to w1's."""
     tiles_n = tl.cdiv(D, BLOCK_N)
     pid = tl.program_id(0)
-    rows = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (rows < C)[:, None] & (columns < D)[None, :]
+    rows = (pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
+    columns = (pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, None, :]
+    inside = (rows < C) & (columns < D)
     if w1_parts is not None:
-        tile = _half(
-            w2, w2_b, rank_2, tl.minimum(rows, C - 1)[:, None],
-            tl.minimum(columns, D - 1)[None, :], inside,
-            (stride_2r, stride_2k, stride_2p, stride_2c), COMPUTE, PRECISION, BLOCK_K,
+        tile = _elements(
+            w2, w2_b, rank_2, tl.minimum(rows, C - 1), tl.minimum(columns, D - 1), inside,
+            (stride_2r, stride_2k, stride_2p, stride_2c), COMPUTE, 8,
         )  # fmt: skip
         tile = _scaled(tile, scale)
         w1_parts += pid.to(tl.int64) * A * B
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_K, BLOCK_N), tl.float32)
     width = tl.cast(B, tl.int64) * D
-    place = rows.to(tl.int64)[:, None] * width + columns[None, :]
+    place = rows.to(tl.int64) * width + columns
     start = tl.program_id(1) * share
-    for i in tl.range(start, tl.minimum(start + share, A * B), num_stages=STAGES):
-        a = i // B
-        b = i % B
+    end = tl.minimum(start + share, A * B)
+    for i in range(start, end, BLOCK_K):
+        lane = i + tl.arange(0, BLOCK_K)
+        pair = lane[None, :, None]
+        a = tl.minimum(pair, A * B - 1) // B
+        b = tl.minimum(pair, A * B - 1) % B
         at = place + (a.to(tl.int64) * C * width + b.to(tl.int64) * D)
-        value = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(grad + at, mask=inside & (pair < end), other=0.0).to(tl.float32)
         if w2_parts is not None:
-            total += value * _element(
-                w1, w1_b, rank_1, a, b, (stride_1r, stride_1k, stride_1p, stride_1c),
-                COMPUTE, BLOCK_R,
+            total += value * _elements(
+                w1, w1_b, rank_1, a, b, pair < end, (stride_1r, stride_1k, stride_1p, stride_1c),
+                COMPUTE, 8,
             )  # fmt: skip
         if w1_parts is not None:
-            tl.store(w1_parts + i, tl.sum(tl.sum(value * tile, 1), 0))
+            # A thread's own rows first: what is left to exchange is one sum of each block.
+            tl.store(w1_parts + lane, tl.sum(tl.sum(value * tile, 0), 1), mask=lane < end)
     if w2_parts is not None:
         part = w2_parts + tl.program_id(1).to(tl.int64) * C * D
-        at_part = rows.to(tl.int64)[:, None] * D + columns[None, :]
-        tl.store(part + at_part, _scaled(total, scale), mask=inside)
+        at_part = rows.to(tl.int64) * D + columns
+        tl.store(part + at_part, _scaled(tl.sum(total, 1, keep_dims=True), scale), mask=inside)
 
 
 def _strides(w: torch.Tensor, w_b: Half) -> tuple[int, int, int, int]:
@@ -174,13 +191,20 @@ def _precision(policy: Policy, *lengths: int) -> str:
     return "tf32"
 
 
-def _options(plan: Plan, policy: Policy, rank: int, *lengths: int) -> dict[str, Any]:
+def _tiles(plan: Plan, policy: Policy) -> dict[str, Any]:
     return {
         "COMPUTE": TL_DTYPE[policy.compute],
-        "PRECISION": _precision(policy, *lengths),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
         "BLOCK_K": plan.block_k,
+    }
+
+
+def _options(plan: Plan, policy: Policy, rank: int, *lengths: int) -> dict[str, Any]:
+    """Those of a kernel whose mixer is made of products."""
+    return {
+        **_tiles(plan, policy),
+        "PRECISION": _precision(policy, *lengths),
         "BLOCK_R": min(64, max(16, power_of_2(rank))),
     }
 
@@ -201,16 +225,17 @@ def kron(
     """out (a * c, b * d) = [base +] scale * kron(W1 (a, b), W2 (c, d)).
 
     A half is ``w`` where ``w_b`` is None, else the product of the pair, summed in fp32 from values
-    cast to ``policy.compute`` and not rounded. M and N of ``plan`` are c and d, K is w2's rank;
-    each split takes a contiguous share of W1's elements. ``base`` is contiguous, as ``out`` is.
+    cast to ``policy.compute`` and not rounded. M and N of ``plan`` are c and d, K is how many of
+    W1's elements are taken at once; each split takes a contiguous share of them. ``base`` is
+    contiguous, as ``out`` is.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
     (a, b, rank_1), (c, d, rank_2) = _sizes(w1, w1_b), _sizes(w2, w2_b)
-    share = triton.cdiv(a * b, plan.splits)
+    share = triton.cdiv(a * b, plan.splits * plan.block_k) * plan.block_k
     fixed = (a, b, c, d, rank_1, rank_2, share, *_strides(w1, w1_b), *_strides(w2, w2_b))
-    options = _options(plan, policy, rank_1, rank_2) | launch_options(plan)
+    options = _tiles(plan, policy) | launch_options(plan)
     grid = (triton.cdiv(c, plan.block_m) * triton.cdiv(d, plan.block_n), plan.splits)
     return _kron.prepare(grid, (w1, w1_b, w2, w2_b, base, scale, out), options, fixed)
 
@@ -238,10 +263,9 @@ def kron_grad(
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
     (a, b, rank_1), (c, d, rank_2) = _sizes(w1, w1_b), _sizes(w2, w2_b)
-    share = triton.cdiv(a * b, plan.splits)
+    share = triton.cdiv(a * b, plan.splits * plan.block_k) * plan.block_k
     fixed = (a, b, c, d, rank_1, rank_2, share, *_strides(w1, w1_b), *_strides(w2, w2_b))
-    launch = launch_options(plan)
-    options = _options(plan, policy, rank_1, rank_2) | {"STAGES": launch["num_stages"]} | launch
+    options = _tiles(plan, policy) | launch_options(plan)
     grid = (triton.cdiv(c, plan.block_m) * triton.cdiv(d, plan.block_n), plan.splits)
     args = (grad, w1, w1_b, w2, w2_b, scale, w1_parts, w2_parts)
     return _kron_grad.prepare(grid, args, options, fixed)

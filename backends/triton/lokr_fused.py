@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from lycoris.kernels.launch import Launch, prepared
-from lycoris.kernels.plan import CHUNK, Plan
+from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
 from .common import kernel, launch_options
@@ -32,8 +32,8 @@ def _fused(
     ).to(COMPUTE)  # fmt: skip
     at = c[None, :] * D + d[:, None]
     w2_t = tl.load(w2 + at, mask=(d < D)[:, None] & (c < C)[None, :], other=0.0).to(COMPUTE)
-    at_x = row.to(tl.int64)[:, None] * D + d[None, :]
-    at_y = row.to(tl.int64)[:, None] * C + c[None, :]
+    at_x = row[:, None] * D + d[None, :]
+    at_y = row[:, None] * C + c[None, :]
     for tile in tl.range(tl.program_id(0), tl.cdiv(T, group), tl.num_programs(0)):
         token = tl.cast(tile, tl.int64) * group
         left = tl.minimum(T - token, group).to(tl.int32)
@@ -53,9 +53,8 @@ def _fused_grad(
     T, A, B, C, D, rank, group, stride_r, stride_k, stride_p, stride_c,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    FLUSH: tl.constexpr,
 ):  # fmt: skip
-    """Every gradient from the same tiles; FLUSH: tiles between two additions to a second level."""
+    """Every gradient from the same tiles, a program's summed in one chain: see the Plan's rule."""
     row = tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_K)
@@ -67,14 +66,11 @@ def _fused_grad(
     ok_w = (c < C)[:, None] & (d < D)[None, :]
     at_w = c[:, None] * D + d[None, :]
     half = tl.load(w2 + at_w, mask=ok_w, other=0.0).to(COMPUTE)
-    at_x = row.to(tl.int64)[:, None] * D + d[None, :]
-    at_g = row.to(tl.int64)[:, None] * C + c[None, :]
-    sum_1 = tl.zeros((BLOCK_M, BLOCK_M), tl.float32)
-    sum_2 = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    at_x = row[:, None] * D + d[None, :]
+    at_g = row[:, None] * C + c[None, :]
     total_1 = tl.zeros((BLOCK_M, BLOCK_M), tl.float32)
     total_2 = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    stride = tl.num_programs(0)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(T, group), stride):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(T, group), tl.num_programs(0)):
         token = tl.cast(tile, tl.int64) * group
         left = tl.minimum(T - token, group).to(tl.int32)
         ok_x = (row < left * B)[:, None] & (d < D)[None, :]
@@ -83,30 +79,23 @@ def _fused_grad(
         part = tl.load(x + token * B * D + at_x, mask=ok_x, other=0.0).to(COMPUTE)
         if w1_parts is not None:
             hidden = tl.dot(part, tl.trans(half), input_precision=PRECISION).to(COMPUTE)
-            sum_1 = tl.dot(grad, tl.trans(hidden), sum_1, input_precision=PRECISION)
+            total_1 += tl.dot(grad, tl.trans(hidden), input_precision=PRECISION)
         if gx is not None or w2_parts is not None:
             mixed = _scaled(tl.dot(mixer_t, grad, input_precision=PRECISION), scale).to(COMPUTE)
             if gx is not None:
                 back = tl.dot(mixed, half, input_precision=PRECISION)
                 tl.store(gx + token * B * D + at_x, back.to(gx.dtype.element_ty), mask=ok_x)
             if w2_parts is not None:
-                sum_2 = tl.dot(tl.trans(mixed), part, sum_2, input_precision=PRECISION)
-        if (tile // stride) % FLUSH == FLUSH - 1:
-            if w1_parts is not None:
-                total_1 += sum_1
-                sum_1 = tl.zeros((BLOCK_M, BLOCK_M), tl.float32)
-            if w2_parts is not None:
-                total_2 += sum_2
-                sum_2 = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+                total_2 += tl.dot(tl.trans(mixed), part, input_precision=PRECISION)
     if w1_parts is not None:
         # (token of the tile, a, b): the blocks of one token lie on the diagonal.
         place = tl.program_id(0).to(tl.int64) * group + row // A
         at = (place[:, None] * A + (row % A)[:, None]) * B + (row % B)[None, :]
         own = ((row // A)[:, None] == (row // B)[None, :]) & (row < group * A)[:, None]
-        tl.store(w1_parts + at, _scaled(total_1 + sum_1, scale), mask=own)
+        tl.store(w1_parts + at, _scaled(total_1, scale), mask=own)
     if w2_parts is not None:
         at_part = tl.program_id(0).to(tl.int64) * C * D + at_w
-        tl.store(w2_parts + at_part, total_2 + sum_2, mask=ok_w)
+        tl.store(w2_parts + at_part, total_2, mask=ok_w)
 
 
 @prepared
@@ -169,7 +158,8 @@ def fused_grad(
     tokens = x.shape[0] // b
     grid = (min(plan.splits, triton.cdiv(tokens, group)),)
     fixed = (tokens, a, b, c, d, rank, group, *_strides(mixer, mixer_b))
-    options = _options(plan, policy, rank, a, b, c, d, rank)
-    options |= {"FLUSH": max(1, CHUNK // max(plan.block_m, plan.block_n))} | launch_options(plan)
+    options = _options(plan, policy, rank, a, b, c, d, rank) | launch_options(plan)
+    if plan.num_warps == 8 and not torch.version.hip:
+        options["maxnreg"] = 128  # a few fewer than it would take: two programs an SM, not one
     args = (grad, x, mixer, mixer_b, w2, scale, gx, w1_parts, w2_parts)
     return _fused_grad.prepare(grid, args, options, fixed)

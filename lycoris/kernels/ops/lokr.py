@@ -20,6 +20,7 @@ from ..schedule import Schedule
 from ..shapes import Groups
 from ..spec import Bound, Cost, Operand, OpSpec, Round, register
 from .lokr_cases import WEIGHT_CASES
+from .shares import add_up
 
 Scale = float | Tensor
 
@@ -103,24 +104,22 @@ def sizes_of(
     return w1.shape[0], b, w2.shape[0], d
 
 
-def _weight_plan(
-    pairs: int, c: int, d: int, rank: int, itemsize: int, device: torch.device, *, backward: bool
-) -> Plan:
-    """Tiles of w2, each of which a program multiplies by its share of w1's elements.
+def _weight_plan(pairs: int, c: int, d: int, device: torch.device) -> Plan:
+    """Tiles of w2 (M, N) that a program multiplies by its share of w1's elements, K at once.
 
-    The forward pass only stores: the more programs the better. Each share of the backward pass
-    costs an fp32 copy of w2's gradient, and no share may sum more than ``CHUNK`` terms.
+    Few rows of many neighbouring blocks: whole cache lines, and sums that stay within a warp. Each
+    share of the backward pass costs an fp32 copy of w2's gradient, and none may sum more than
+    ``CHUNK`` terms.
     """
     units = multiprocessors(device)
     if not units:
-        return Plan(32, 32, 16, splits=2)  # one plan, so that there is one build
-    block_n = min(128, max(16, power_of_2(d)))
-    block_m = min(64 if block_n <= 64 else 32, max(16, power_of_2(c)))
-    block_k = min(32, max(16, power_of_2(rank)))
-    tiles = ceil_div(c, block_m) * ceil_div(d, block_n)
-    wanted = ceil_div((2 if backward else 8) * units, tiles)
-    splits = min(pairs, max(wanted, ceil_div(pairs, CHUNK)))
-    return Plan(block_m, block_n, block_k, 4, 3 if itemsize == 2 else 2, splits)
+        return Plan(4, 32, 8, splits=2)  # one plan, so that there is one build
+    block_n = min(256, max(16, power_of_2(d)))
+    block_k = min(power_of_2(pairs), 1024 // block_n)
+    block_m = min(power_of_2(c), max(2, 1024 // (block_n * block_k)))
+    wanted = ceil_div(8 * units, ceil_div(c, block_m) * ceil_div(d, block_n))
+    splits = min(ceil_div(pairs, block_k), max(wanted, ceil_div(pairs, CHUNK)))
+    return Plan(block_m, block_n, block_k, 4, 1, splits)
 
 
 def _weight_forward(
@@ -128,8 +127,7 @@ def _weight_forward(
 ) -> None:
     halves = sides(t)
     a, b, c, d = sizes_of(*halves)
-    rank = 0 if halves[3] is None else halves[3].shape[0]
-    plan = _weight_plan(a * b, c, d, rank, run.policy.compute.itemsize, run.device, backward=False)
+    plan = _weight_plan(a * b, c, d, run.device)
     base = None if t.base is None else t.base.flatten(1)
     run.launch("lokr", "kron", *halves, base, scale, out.flatten(1), tiles=plan)
 
@@ -148,36 +146,45 @@ def _weight_backward(
     second = any(g is not None for g in (grads.w2, grads.w2_a, grads.w2_b))
     if not (first or second):
         return
-    rank = 0 if halves[3] is None else halves[3].shape[0]
-    plan = _weight_plan(a * b, c, d, rank, run.policy.compute.itemsize, run.device, backward=True)
+    plan = _weight_plan(a * b, c, d, run.device)
     tiles = ceil_div(c, plan.block_m) * ceil_div(d, plan.block_n)
     w1_parts = run.empty((tiles, a, b), torch.float32) if first else None
     w2_parts = run.empty((plan.splits, c, d), torch.float32) if second else None
     args = (grad.flatten(1), *halves, scale, w1_parts, w2_parts)
     run.launch("lokr", "kron_grad", *args, tiles=plan)
-    finish(run, w1_parts, t, grads, "w1")
-    finish(run, w2_parts, t, grads, "w2")
+    finish(run, t, grads, w1_parts, w2_parts)
 
 
 def finish(
-    run: Schedule, parts: Tensor | None, t: SimpleNamespace, grads: SimpleNamespace, half: str
+    run: Schedule,
+    t: SimpleNamespace,
+    grads: SimpleNamespace,
+    w1_parts: Tensor | None,
+    w2_parts: Tensor | None = None,
 ) -> None:
-    """The gradient of a half, or of its pair, from fp32 partial sums of the half's gradient."""
-    if parts is None:
-        return
-    total = parts[0] if parts.shape[0] == 1 else parts.sum(0)
-    whole = getattr(grads, half)
-    if whole is not None:
-        whole.copy_(total.view(whole.shape))
-        return
-    left, right = getattr(grads, f"{half}_a"), getattr(grads, f"{half}_b")
-    # The half's gradient is declared unrounded: true fp32, on what the policy's cast left.
-    if left is not None:
-        other = getattr(t, f"{half}_b").flatten(1).to(run.policy.compute)
-        run.matmul(total, other.t(), left, exact=True)
-    if right is not None:
-        other = getattr(t, f"{half}_a").to(run.policy.compute)
-        run.matmul(total.t(), other, right.flatten(1).t(), exact=True)
+    """The gradients of the halves, or of their pairs, from fp32 partial sums of the halves'."""
+    sums: list[tuple[Tensor, Tensor]] = []
+    totals: dict[str, Tensor] = {}
+    for half, parts in (("w1", w1_parts), ("w2", w2_parts)):
+        if parts is None:
+            continue
+        total = getattr(grads, half)
+        if total is None:  # of a pair
+            one = parts.shape[0] == 1
+            total = totals[half] = parts[0] if one else run.empty(parts.shape[1:], torch.float32)
+            if one:
+                continue
+        sums.append((parts.flatten(1), total))
+    add_up(run, *sums)
+    for half, total in totals.items():
+        left, right = getattr(grads, f"{half}_a"), getattr(grads, f"{half}_b")
+        # The half's gradient is declared unrounded: true fp32, on what the policy's cast left.
+        if left is not None:
+            other = getattr(t, f"{half}_b").flatten(1).to(run.policy.compute)
+            run.matmul(total, other.t(), left, exact=True)
+        if right is not None:
+            other = getattr(t, f"{half}_a").to(run.policy.compute)
+            run.matmul(total.t(), other, right.flatten(1).t(), exact=True)
 
 
 def _weight_reductions(d: Mapping[str, int]) -> Mapping[str, int]:

@@ -32,6 +32,9 @@ from .lokr_cases import APPLY_CASES
 
 #: The largest half, either way, that the one-kernel form takes.
 SMALL = 64
+#: Tiles whose gradients a program of that form may sum in one chain of matrix products, which
+#: truncates: 2^-16 of the sum, where the operands' own rounding leaves 2^-11 at least.
+_LONGEST = 128
 
 
 def _apply_shapes(present: frozenset[str]) -> Mapping[str, str]:
@@ -67,13 +70,17 @@ def _apply_formula(t: SimpleNamespace, scale: Scale, rnd: Round) -> Tensor:
     return out if t.base is None else t.base + out
 
 
-def _mix_plan(rows: int, n: int, itemsize: int, device: torch.device) -> Plan:
-    """Tiles of ``mix``: ``rows`` (tokens times rows of w1) by n, over rows of the input."""
-    if not multiprocessors(device):
-        return Plan(32, 32, 32, dynamic="m")
+def _mix_plan(n: int, itemsize: int, device: torch.device) -> Plan:
+    """Tiles of ``mix``: rows of the output (tokens times rows of w1) by n, over the input's rows.
+
+    Where a tile holds whole tokens, ``splits`` programs share them all.
+    """
+    units = multiprocessors(device)
+    if not units:
+        return Plan(32, 32, 32, splits=2, dynamic="m")
     wide = itemsize == 4
     block_m, block_n = 32 if wide else 64, min(64 if wide else 128, max(16, power_of_2(n)))
-    return Plan(block_m, block_n, 32 if wide else 64, 4, 2, dynamic="m")
+    return Plan(block_m, block_n, 32 if wide else 64, 4, 3, 4 * units, dynamic="m")
 
 
 def _mix(
@@ -86,7 +93,7 @@ def _mix(
     base: Tensor | None = None,
 ) -> None:
     """out (T * a, n) = [base +] scale * w1 (a, b) @ value (T * b, n), token by token."""
-    plan = _mix_plan(out.shape[0], out.shape[1], run.policy.compute.itemsize, run.device)
+    plan = _mix_plan(out.shape[1], run.policy.compute.itemsize, run.device)
     run.launch("lokr_mix", "mix", value, w1, w1_b, base, scale, out, tiles=plan)
 
 
@@ -104,8 +111,10 @@ def _mix_grad(
     tokens, units = value.shape[0] // b, multiprocessors(run.device)
     if units:
         block_m, block_n = (min(64, max(16, power_of_2(size))) for size in shape)
-        block_k = 64 if run.policy.compute.itemsize == 2 else 32
-        wanted = ceil_div(2 * units, ceil_div(a, block_m) * ceil_div(b, block_n))
+        wide = run.policy.compute.itemsize == 4
+        # A longer tile where it doesn't cross a token, and two of them fit.
+        block_k = 32 if wide else 256 if n % 256 == 0 and block_m + block_n <= 64 else 64
+        wanted = ceil_div(4 * units, ceil_div(a, block_m) * ceil_div(b, block_n))
         # A split of few sums isn't worth its part; one of very many would lose accuracy.
         length = tokens * n
         splits = max(min(wanted, ceil_div(length, CHUNK)), ceil_div(length, block_k * CHUNK))
@@ -114,11 +123,12 @@ def _mix_grad(
         plan = Plan(32, 32, 32, splits=2, dynamic="k")
     parts = run.empty((plan.splits, a, b), torch.float32)
     run.launch("lokr_mix", "mix_grad", grad, value, scale, parts, tiles=plan)
-    finish(run, parts, t, grads, "w1")
+    finish(run, t, grads, parts)
 
 
 def _fused_plan(
     sizes: tuple[int, int, int, int],
+    tokens: int,
     itemsize: int,
     device: torch.device,
     *,
@@ -127,7 +137,7 @@ def _fused_plan(
     """Tiles of the one-kernel form: as many whole tokens as fit; None where it isn't to be had.
 
     M: rows of w1's side, tokens times a or b; N: c; K: d. At most ``splits`` programs share the
-    tiles, whatever the number of tokens.
+    tiles: the same number up to so many tokens, then twice that, so that builds are few.
     """
     _, _, c, d = sizes
     if max(sizes) > SMALL or itemsize == 4:  # in fp32 it would spill
@@ -137,7 +147,12 @@ def _fused_plan(
     if tight and torch.cuda.get_device_capability(device) < (9, 0):
         return None
     block_n, block_k = (max(16, power_of_2(size)) for size in (c, d))
-    splits = 3 * multiprocessors(device) or 2
+    # As many programs as a multiprocessor holds at once: each has partial sums of its own.
+    splits = (2 if backward else 5) * multiprocessors(device) or 2
+    if backward and device.type == "cuda":
+        tiles = ceil_div(tokens, SMALL // max(sizes[:2]))
+        while splits * _LONGEST < tiles:
+            splits *= 2
     return Plan(SMALL, block_n, block_k, 8 if backward else 4, 2, splits, "m")
 
 
@@ -156,7 +171,7 @@ def _apply_forward(
         _mix(run, hidden, w1, w1_b, 1.0, mixed)
         run.matmul(mixed, w2.t(), y, base=base, scale=scale, dynamic="m")
         return
-    plan = _fused_plan((a, b, c, d), compute.itemsize, run.device, backward=False)
+    plan = _fused_plan((a, b, c, d), tokens, compute.itemsize, run.device, backward=False)
     if plan is not None:
         run.launch("lokr_fused", "fused", x, w1, w1_b, w2, base, scale, y, tiles=plan)
     elif w2_first(a, b, c, d):
@@ -179,7 +194,8 @@ def _apply_backward(
 ) -> None:
     halves = sides(t)
     a, b, c, d = sizes_of(*halves)
-    plan = _fused_plan((a, b, c, d), run.policy.compute.itemsize, run.device, backward=True)
+    itemsize = run.policy.compute.itemsize
+    plan = _fused_plan((a, b, c, d), t.x.shape[0], itemsize, run.device, backward=True)
     views = (grad.view(-1, c), t.x.view(-1, d), None if grads.x is None else grads.x.view(-1, d))
     if halves[3] is not None:
         _backward_by_rank(run, *views, t, scale, grads)
@@ -287,7 +303,7 @@ def _backward_fused(
     """Everything from one pass over x and the incoming gradient."""
     w1, w1_b, w2, _ = sides(t)
     a, b, c, d = sizes_of(w1, w1_b, w2, None)
-    group = SMALL // max(a, b)
+    group = SMALL // max(a, b)  # tokens of a tile
     programs = min(plan.splits, ceil_div(x.shape[0] // b, group))
     w1_parts = w2_parts = None
     if _wants_w1(grads):  # every token of a tile has a sum of its own
@@ -298,8 +314,7 @@ def _backward_fused(
         return
     args = (g, x, *_transposed(w1, w1_b), w2, scale, gx, w1_parts, w2_parts)
     run.launch("lokr_fused", "fused_grad", *args, tiles=plan)
-    finish(run, w1_parts, t, grads, "w1")
-    finish(run, w2_parts, t, grads, "w2")
+    finish(run, t, grads, w1_parts, w2_parts)
 
 
 def _apply_reductions(d: Mapping[str, int]) -> Mapping[str, int]:

@@ -58,6 +58,7 @@ APPLY_CASES = (
     _few("low-rank w1", {"T": 41, "a": 5, "b": 7, "c": 13, "d": 11, "p": 3}, present=PAIR_W1),
     _few("w2 first", {"T": 19, "a": 7, "b": 5, "c": 31, "d": 70}, present=DENSE + BASE),
     _few("w1 first", {"T": 19, "a": 3, "b": 6, "c": 23, "d": 70}, present=DENSE + BASE),
+    _few("whole steps", {"T": 19, "a": 3, "b": 6, "c": 23, "d": 96}, present=DENSE),
     _few("large w1", {"T": 5, "a": 70, "b": 67, "c": 3, "d": 5}, present=DENSE),
     _few("tucker", {"T": 17, "a": 2, "b": 3, "c": 12, "d": 10, "r": 3}, present=TUCKER),
     _few("one token", {"T": (), "a": 4, "b": 3, "c": 12, "d": 16}, present=DENSE),

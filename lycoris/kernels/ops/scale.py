@@ -20,6 +20,7 @@ from .. import plan
 from ..plan import Plan
 from ..schedule import Schedule
 from ..spec import Attribute, Bound, Case, Cost, Operand, OpSpec, Round, Sizes, register
+from .shares import add_up
 
 #: Fewer elements than this behind the axis are columns of one row, so that rows stay long.
 _INNER = 32
@@ -114,11 +115,8 @@ def _scale_backward(
         diff,
         tiles=tiles,
     )
-    if by_rows:
-        total = partials.view(-1, channels).sum(0)
-    else:
-        total = partials.view(tiles.splits, channels, -1).sum((0, 2))
-    grads.scale.copy_(total)
+    parts = partials.view((-1, channels) if by_rows else (tiles.splits, channels, -1))
+    add_up(run, (parts, grads.scale))
 
 
 def _scale_reductions(d: Mapping[str, int]) -> Mapping[str, int]:
