@@ -152,8 +152,8 @@ def mix(
     group = min(plan.block_m // q, plan.block_k // p)
     if group:
         tiles = triton.cdiv(rows // q, group) * triton.cdiv(n, plan.block_n)
-        grid, fixed = (min(plan.splits, tiles),), (rows // q, n, q, p, rank, group, *strides)
-        return _mix_tokens.prepare(grid, args, options, fixed)
+        sizes = (rows // q, n, q, p, rank, group, *strides)
+        return _mix_tokens.prepare((min(plan.splits, tiles),), args, options, sizes)
     fixed = (rows, n, q, p, rank, *strides)
     grid = (triton.cdiv(rows, plan.block_m) * triton.cdiv(n, plan.block_n),)
     return _mix.prepare(grid, args, options, fixed)
