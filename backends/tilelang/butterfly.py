@@ -24,7 +24,7 @@ ENTRIES, SHARES = 64, 4
 #: Elements that a program packs, and its threads.
 PACKED, PACKERS = 1024, 256
 #: Elements that a program sums shares of, and its threads.
-SUMMED, ADDERS = 1024, 256
+SUMMED, ADDERS = 256, 256
 
 
 def _product(T: Any, stage: Any, group: Any, groups: Any, width: Any) -> Any:

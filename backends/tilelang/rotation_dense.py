@@ -13,7 +13,7 @@ import torch
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.rotation import Pass
 
-from .common import NAMES, STAGES_OF_DYNAMIC_K, build
+from .common import NAMES, build
 
 
 def serves(part: Pass, compute: torch.dtype, *streams: torch.Tensor | None) -> bool:
@@ -220,13 +220,16 @@ def gram(
     on_cpu = not total.is_cuda
     _, packs, padded, _ = total.shape
     fused = out is not None
+    # The accumulators of three tiles: of 4 warps, more programs fit a multiprocessor.
+    warps = 4 if fused else plan.num_warps
     params = (
         (*_shape(x), None if on_cpu else packs),
         (0 if parts is None or not fused else parts.shape[0], padded),
         (plan.block_k, plan.block_n, plan.splits),
+        None if on_cpu else _share(x, plan),
         x.dtype,
         (base and fused, power is not None and fused),
-        (1 if on_cpu else 32 * plan.num_warps, 1 if on_cpu else plan.num_stages),
+        (1 if on_cpu else 32 * warps, 1 if on_cpu else plan.num_stages),
     )
     kernel = build(gram_kernel, params, total.device)
 
@@ -248,17 +251,31 @@ def gram(
     return launch
 
 
+def _share(x: torch.Tensor, plan: Plan) -> int:
+    """Tiles of tokens to a share: few different numbers, since a kernel is made for each.
+
+    A pipeline that also stores lowers over a constant number of steps only.
+    """
+    a, _, b = x.shape
+    tiles = -(-a // plan.block_k) if b == 1 else a * -(-b // plan.block_k)
+    least = -(-tiles // plan.splits)
+    power = 1 << (least - 1).bit_length()
+    return 3 * power // 4 if 3 * power // 4 >= least else power
+
+
 def gram_kernel(
     shape: tuple[Any, ...],
     matrix: tuple[int, int],
     blocks: tuple[int, int, int],
+    steps: int | None,
     dtype: torch.dtype,
     flags: tuple[bool, bool],
     launch: tuple[int, int],
 ) -> Any:
     """One tile of one share of a pack's x^T g, and with ``matrix`` parts its tokens' g M^T + g.
 
-    Every step's product is added in a second level, while the next step's tiles arrive.
+    ``steps``: tiles of tokens to a share; None for as many as it takes. Every step's product is
+    added in a second level, while the next step's tiles arrive.
     """
     import tilelang.language as T
 
@@ -274,10 +291,9 @@ def gram_kernel(
     stream = (A, C) if rows else (A, C, B)
     per = T.ceildiv(A, block_t) if rows else T.ceildiv(B, block_t)
     tiles = per if rows else per * A
-    share = T.ceildiv(tiles, splits)
+    share = T.ceildiv(tiles, splits) if steps is None else steps
     fused = count > 0
-    # A pipeline that also stores does not lower; several programs a multiprocessor overlap instead.
-    depth = 0 if fused else min(stages, STAGES_OF_DYNAMIC_K)
+    depth = stages if steps is None else min(stages, steps)
     m_tile = (block_n, block_n) if fused else (1, 1)
 
     @T.macro

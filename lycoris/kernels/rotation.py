@@ -129,7 +129,7 @@ def compose_plan(part: Pass, device: torch.device) -> Plan:
     """block_n: columns of a group that go through its stages together, block_m rows at once."""
     if not multiprocessors(device):
         return Plan(128, 64, 1, 4, 1)
-    return Plan(64, 16, 1, 4, 1)
+    return Plan(64, 16, 1, 8, 1)
 
 
 def pack_plan(part: Pass, device: torch.device) -> Plan:
@@ -142,7 +142,7 @@ def pack_plan(part: Pass, device: torch.device) -> Plan:
 def stage_plan(part: Pass, device: torch.device) -> Plan:
     """block_n entries of a stage's gradient at once, block_k of the rows that they sum."""
     simulated = not multiprocessors(device)
-    return Plan(1, 1024 if simulated else 128, 32 if simulated else 8, 4, 1)
+    return Plan(1, 1024 if simulated else 128, 32 if simulated else 16, 4, 1)
 
 
 def unpack_plan(device: torch.device) -> Plan:
