@@ -64,8 +64,11 @@ def contraction(run: Schedule, columns: int, rank: int) -> Plan:
     # More rows leave fewer partial sums, where registers allow it. Never 64 of them: Triton 3.6's
     # contraction of 64 rows over 8 warps ended in an illegal access on an H200, though its PTX
     # addresses nothing out of bounds; 128 rows did not.
-    large = run.policy.compute.itemsize == 2 and rank <= 32 and columns % 8 == 0
-    return Plan(128 if large else 32, 64, block_k, 8, 1)
+    compute, aligned = run.policy.compute, columns % 8 == 0
+    block_m = 128 if compute.itemsize == 2 and rank <= 32 and aligned else 32
+    # Products of fp32, and rows at odd addresses, cost registers.
+    block_n = 64 if compute is torch.bfloat16 or aligned else 32
+    return Plan(block_m, block_n, block_k, 8, 1)
 
 
 def _forward(
