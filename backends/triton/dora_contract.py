@@ -59,10 +59,21 @@ def _split(value, COMPUTE: tl.constexpr):
 
 @triton.jit
 def _times(high, middle, low, factor, PARTS: tl.constexpr):
+    """The sum of the parts, times a factor."""
     product = tl.dot(high, factor)
     product = tl.dot(middle, factor, product)
     if PARTS == 3:
         product = tl.dot(low, factor, product)
+    return product
+
+
+@triton.jit
+def _times_parts(factor, high, middle, low, PARTS: tl.constexpr):
+    """A factor times the sum of the parts."""
+    product = tl.dot(factor, high)
+    product = tl.dot(factor, middle, product)
+    if PARTS == 3:
+        product = tl.dot(factor, low, product)
     return product
 
 
@@ -81,7 +92,7 @@ def _contract(
     ok_r = rank < R
     DOWNWARDS: tl.constexpr = part_up is None and part_down is not None
     s = _number(factor)
-    total = tl.zeros((BLOCK_N if DOWNWARDS else BLOCK_M, RANK), tl.float32)
+    total = tl.zeros((RANK if DOWNWARDS else BLOCK_M, BLOCK_N if DOWNWARDS else RANK), tl.float32)
     for step in tl.range(0, steps, num_stages=STAGES):
         place = strip * steps + step
         rows = (place if DOWNWARDS else block) * BLOCK_M + rm
@@ -108,23 +119,25 @@ def _contract(
             else:
                 total += tl.dot(value, d.to(tl.float32), input_precision=WIDE)
         if part_down is not None:
+            # up^T, not the tile, is turned: its product is stored along its rows, and with a small
+            # rank it is none of warp groups, which would read a turned tile from registers.
             u = tl.load(
-                up + rows.to(tl.int64)[:, None] * R + rank[None, :],
-                mask=ok_m[:, None] & ok_r[None, :], other=0.0,
+                up + rows.to(tl.int64)[None, :] * R + rank[:, None],
+                mask=ok_r[:, None] & ok_m[None, :], other=0.0,
             ).to(COMPUTE)  # fmt: skip
             if PARTS > 1:
-                sums = _times(tl.trans(high), tl.trans(middle), tl.trans(low), u, PARTS)
+                sums = _times_parts(u, high, middle, low, PARTS)
             else:
-                sums = tl.dot(tl.trans(value), u.to(tl.float32), input_precision=WIDE)
+                sums = tl.dot(u.to(tl.float32), value, input_precision=WIDE)
             if DOWNWARDS:
                 total += sums
             else:
-                at = (block.to(tl.int64) * R + rank)[None, :] * N + columns[:, None]
-                tl.store(part_down + at, s * sums, mask=ok_n[:, None] & ok_r[None, :])
+                at = (block.to(tl.int64) * R + rank)[:, None] * N + columns[None, :]
+                tl.store(part_down + at, s * sums, mask=ok_r[:, None] & ok_n[None, :])
     if DOWNWARDS:
         columns = block * BLOCK_N + rn
-        at = (strip.to(tl.int64) * R + rank)[None, :] * N + columns[:, None]
-        tl.store(part_down + at, s * total, mask=(columns < N)[:, None] & ok_r[None, :])
+        at = (strip.to(tl.int64) * R + rank)[:, None] * N + columns[None, :]
+        tl.store(part_down + at, s * total, mask=ok_r[:, None] & (columns < N)[None, :])
     elif part_up is not None:
         rows = block * BLOCK_M + rm
         at = (strip * O.to(tl.int64) + rows)[:, None] * R + rank[None, :]

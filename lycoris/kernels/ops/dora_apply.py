@@ -17,7 +17,8 @@ from .. import plan
 from ..plan import CHUNK, Plan
 from ..schedule import Schedule
 from ..spec import Bound, Case, Cost, Operand, OpSpec, Round, Saved, Sizes, register
-from .dora import DETACH, Lines, line_norm, ratio, set_magnitude, wide
+from .dora import DETACH, line_norm, ratio, set_magnitude, wide
+from .dora_lines import Lines
 from .dora_lora import contract
 
 

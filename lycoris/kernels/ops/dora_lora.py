@@ -23,7 +23,6 @@ from .dora import (
     AXIS,
     BY_IN,
     DETACH,
-    Lines,
     flat,
     group_of,
     length_of,
@@ -34,6 +33,7 @@ from .dora import (
     wide,
     width_of,
 )
+from .dora_lines import Lines
 
 MULTIPLIER = Attribute("multiplier", "float", 1.0)
 
@@ -61,10 +61,14 @@ def contraction(run: Schedule, columns: int, rank: int) -> Plan:
     if not plan.multiprocessors(run.device):
         return Plan(32, 32, 16, num_stages=1)
     block_k = min(max(16, plan.power_of_2(rank)), 64)
-    if run.policy.compute.itemsize == 4:
-        return Plan(32, 64, block_k, 8, 1)
-    # Twice the rows leave half the partial sums, where registers allow it.
-    return Plan(128 if rank <= 32 and columns % 8 == 0 else 64, 64, block_k, 8, 1)
+    # More rows leave fewer partial sums, where registers allow it. Never 64 of them: Triton 3.6's
+    # contraction of 64 rows over 8 warps ended in an illegal access on an H200, though its PTX
+    # addresses nothing out of bounds; 128 rows did not.
+    compute, aligned = run.policy.compute, columns % 8 == 0
+    block_m = 128 if compute.itemsize == 2 and rank <= 32 and aligned else 32
+    # Products of fp32, and rows at odd addresses, cost registers.
+    block_n = 64 if compute is torch.bfloat16 or aligned else 32
+    return Plan(block_m, block_n, block_k, 8, 1)
 
 
 def _forward(
