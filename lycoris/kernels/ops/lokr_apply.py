@@ -118,7 +118,8 @@ def _mix_grad(
         # A split of few sums isn't worth its part; one of very many would lose accuracy.
         length = tokens * n
         splits = max(min(wanted, ceil_div(length, CHUNK)), ceil_div(length, block_k * CHUNK))
-        plan = Plan(block_m, block_n, block_k, 4, 3, min(tokens, splits), "k")
+        warps = 2 if block_m == block_n == 16 and block_k == 256 else 4
+        plan = Plan(block_m, block_n, block_k, warps, 3, min(tokens, splits), "k")
     else:
         plan = Plan(32, 32, 32, splits=2, dynamic="k")
     parts = run.empty((plan.splits, a, b), torch.float32)
