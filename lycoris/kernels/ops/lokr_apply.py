@@ -149,12 +149,12 @@ def _fused_plan(
         return None
     block_n, block_k = (max(16, power_of_2(size)) for size in (c, d))
     # As many programs as a multiprocessor holds at once: each has partial sums of its own.
-    splits = (2 if backward else 5) * multiprocessors(device) or 2
+    splits = (2 if backward else 8) * multiprocessors(device) or 2
     if backward and device.type == "cuda":
         tiles = ceil_div(tokens, SMALL // max(sizes[:2]))
         while splits * _LONGEST < tiles:
             splits *= 2
-    return Plan(SMALL, block_n, block_k, 8 if backward else 4, 2, splits, "m")
+    return Plan(SMALL, block_n, block_k, 4, 3, splits, "m")
 
 
 def _apply_forward(
