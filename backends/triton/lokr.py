@@ -22,6 +22,8 @@ from .common import MIN_TRIPLE, TL_DTYPE, kernel, launch_options
 Half = torch.Tensor | None
 #: As kernels take it.
 CHUNK = tl.constexpr(_CHUNK)
+#: 16 bytes of 16 bits. Triton itself sees only whether a size is a multiple of 16.
+_UNIT = 8
 
 
 @triton.jit
@@ -51,19 +53,20 @@ def _half(
 
 @triton.jit
 def _elements(
-    w, w_b, rank, rows, columns, inside, strides, COMPUTE: tl.constexpr, STEPS: tl.constexpr
+    w, w_b, rank, rows, columns, ok_rows, ok_columns, strides,
+    COMPUTE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Elements of a half, w or w @ w_b, in fp32, by multiply-adds; 0 where not inside.
+    """Elements of a half, w or w @ w_b, in fp32, by multiply-adds; 0 where either is not ok.
 
-    rows and columns need only broadcast to the shape of inside. For tiles of fewer rows than a
-    matrix product takes; sums are in two levels where they are longer than CHUNK.
+    rows and columns broadcast to the shape of the result. For tiles of fewer rows than a matrix
+    product takes; sums are in two levels where they are longer than CHUNK.
     """
     w += rows.to(tl.int64) * strides[0]
+    inside = ok_rows & ok_columns
     if w_b is None:
         value = tl.load(w + columns.to(tl.int64) * strides[1], mask=inside, other=0.0)
         tile = value.to(COMPUTE).to(tl.float32)
     else:
-        # Rows and columns beyond the edge stay in bounds, as for _half.
         w_b += columns.to(tl.int64) * strides[3]
         tile = tl.zeros(inside.shape, tl.float32)
         for first in range(0, rank, CHUNK):
@@ -71,10 +74,12 @@ def _elements(
             for r in range(first, tl.minimum(rank, first + CHUNK), STEPS):
                 for step in tl.static_range(STEPS):  # whose loads wait for none of the others
                     at = tl.cast(r + step, tl.int64)
-                    left = tl.load(w + at * strides[1], mask=inside & (at < rank), other=0.0)
-                    right = tl.load(w_b + at * strides[2], mask=inside & (at < rank), other=0.0)
+                    left = tl.load(w + at * strides[1], mask=ok_rows & (at < rank), other=0.0)
+                    right = tl.load(w_b + at * strides[2], ok_columns & (at < rank), other=0.0)
                     part += left.to(COMPUTE).to(tl.float32) * right.to(COMPUTE).to(tl.float32)
             tile += part
+        # Only one of the factors is 0 beyond an edge, and the other may be an infinity.
+        tile = tl.where(inside, tile, 0.0)
     return tile
 
 
@@ -93,18 +98,20 @@ def _scaled(value, scale):
 @kernel
 def _kron(
     w1, w1_b, w2, w2_b, base, scale, out,
-    A, B, C, D, rank_1, rank_2, share,
+    A, B, C, units, rank_1, rank_2, share,
     stride_1r, stride_1k, stride_1p, stride_1c, stride_2r, stride_2k, stride_2p, stride_2c,
     COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of w2 times a share of w1's elements, BLOCK_K of them at once."""
+    D = units * UNIT
     tiles_n = tl.cdiv(D, BLOCK_N)
     pid = tl.program_id(0)
     rows = (pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
     columns = (pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, None, :]
     inside = (rows < C) & (columns < D)
     tile = _elements(
-        w2, w2_b, rank_2, tl.minimum(rows, C - 1), tl.minimum(columns, D - 1), inside,
+        w2, w2_b, rank_2, rows, columns, rows < C, columns < D,
         (stride_2r, stride_2k, stride_2p, stride_2c), COMPUTE, 8,
     )  # fmt: skip
     tile = _scaled(tile, scale)
@@ -117,8 +124,8 @@ def _kron(
         a = tl.minimum(pair, A * B - 1) // B
         b = tl.minimum(pair, A * B - 1) % B
         factor = _elements(
-            w1, w1_b, rank_1, a, b, pair < end, (stride_1r, stride_1k, stride_1p, stride_1c),
-            COMPUTE, 8,
+            w1, w1_b, rank_1, a, b, pair < end, pair < end,
+            (stride_1r, stride_1k, stride_1p, stride_1c), COMPUTE, 8,
         )  # fmt: skip
         at = place + (a.to(tl.int64) * C * width + b.to(tl.int64) * D)
         ok = inside & (pair < end)
@@ -131,11 +138,13 @@ def _kron(
 @kernel
 def _kron_grad(
     grad, w1, w1_b, w2, w2_b, scale, w1_parts, w2_parts,
-    A, B, C, D, rank_1, rank_2, share,
+    A, B, C, units, rank_1, rank_2, share,
     stride_1r, stride_1k, stride_1p, stride_1c, stride_2r, stride_2k, stride_2p, stride_2c,
     COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of w2's gradient over a share of w1's elements, and what the tile adds to w1's."""
+    D = units * UNIT
     tiles_n = tl.cdiv(D, BLOCK_N)
     pid = tl.program_id(0)
     rows = (pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M))[:, None, None]
@@ -143,7 +152,7 @@ def _kron_grad(
     inside = (rows < C) & (columns < D)
     if w1_parts is not None:
         tile = _elements(
-            w2, w2_b, rank_2, tl.minimum(rows, C - 1), tl.minimum(columns, D - 1), inside,
+            w2, w2_b, rank_2, rows, columns, rows < C, columns < D,
             (stride_2r, stride_2k, stride_2p, stride_2c), COMPUTE, 8,
         )  # fmt: skip
         tile = _scaled(tile, scale)
@@ -162,12 +171,13 @@ def _kron_grad(
         value = tl.load(grad + at, mask=inside & (pair < end), other=0.0).to(tl.float32)
         if w2_parts is not None:
             total += value * _elements(
-                w1, w1_b, rank_1, a, b, pair < end, (stride_1r, stride_1k, stride_1p, stride_1c),
-                COMPUTE, 8,
+                w1, w1_b, rank_1, a, b, pair < end, pair < end,
+                (stride_1r, stride_1k, stride_1p, stride_1c), COMPUTE, 8,
             )  # fmt: skip
         if w1_parts is not None:
-            # A thread's own rows first: what is left to exchange is one sum of each block.
-            tl.store(w1_parts + lane, tl.sum(tl.sum(value * tile, 0), 1), mask=lane < end)
+            # Along the rows first, which a warp does by itself: rows may be spread over warps, and
+            # whole rows would then pass through shared memory.
+            tl.store(w1_parts + lane, tl.sum(tl.sum(value * tile, 2), 0), mask=lane < end)
     if w2_parts is not None:
         part = w2_parts + tl.program_id(1).to(tl.int64) * C * D
         at_part = rows.to(tl.int64) * D + columns
@@ -234,8 +244,9 @@ def kron(
     """
     (a, b, rank_1), (c, d, rank_2) = _sizes(w1, w1_b), _sizes(w2, w2_b)
     share = triton.cdiv(a * b, plan.splits * plan.block_k) * plan.block_k
-    fixed = (a, b, c, d, rank_1, rank_2, share, *_strides(w1, w1_b), *_strides(w2, w2_b))
-    options = _tiles(plan, policy) | launch_options(plan)
+    unit = _UNIT if d % _UNIT == 0 else 1
+    fixed = (a, b, c, d // unit, rank_1, rank_2, share, *_strides(w1, w1_b), *_strides(w2, w2_b))
+    options = _tiles(plan, policy) | {"UNIT": unit} | launch_options(plan)
     grid = (triton.cdiv(c, plan.block_m) * triton.cdiv(d, plan.block_n), plan.splits)
     return _kron.prepare(grid, (w1, w1_b, w2, w2_b, base, scale, out), options, fixed)
 
@@ -264,8 +275,9 @@ def kron_grad(
     """
     (a, b, rank_1), (c, d, rank_2) = _sizes(w1, w1_b), _sizes(w2, w2_b)
     share = triton.cdiv(a * b, plan.splits * plan.block_k) * plan.block_k
-    fixed = (a, b, c, d, rank_1, rank_2, share, *_strides(w1, w1_b), *_strides(w2, w2_b))
-    options = _tiles(plan, policy) | launch_options(plan)
+    unit = _UNIT if d % _UNIT == 0 else 1
+    fixed = (a, b, c, d // unit, rank_1, rank_2, share, *_strides(w1, w1_b), *_strides(w2, w2_b))
+    options = _tiles(plan, policy) | {"UNIT": unit} | launch_options(plan)
     grid = (triton.cdiv(c, plan.block_m) * triton.cdiv(d, plan.block_n), plan.splits)
     args = (grad, w1, w1_b, w2, w2_b, scale, w1_parts, w2_parts)
     return _kron_grad.prepare(grid, args, options, fixed)

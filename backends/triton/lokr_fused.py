@@ -159,8 +159,5 @@ def fused_grad(
     grid = (min(plan.splits, triton.cdiv(tokens, group)),)
     fixed = (tokens, a, b, c, d, rank, group, *_strides(mixer, mixer_b))
     options = _options(plan, policy, rank, a, b, c, d, rank) | launch_options(plan)
-    cast = any(t.dtype is not policy.compute for t in (grad, x, mixer, w2))
-    if plan.num_warps == 8 and not cast and not torch.version.hip:
-        options["maxnreg"] = 128  # a few fewer than it would take: two programs an SM, not one
     args = (grad, x, mixer, mixer_b, w2, scale, gx, w1_parts, w2_parts)
     return _fused_grad.prepare(grid, args, options, fixed)

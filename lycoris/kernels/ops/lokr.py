@@ -104,12 +104,12 @@ def sizes_of(
     return w1.shape[0], b, w2.shape[0], d
 
 
-def _weight_plan(pairs: int, c: int, d: int, device: torch.device) -> Plan:
+def _weight_plan(pairs: int, c: int, d: int, device: torch.device, *, programs: int = 8) -> Plan:
     """Tiles of w2 (M, N) that a program multiplies by its share of w1's elements, K at once.
 
     Few rows of many neighbouring blocks: whole cache lines, and sums that stay within a warp. Each
     share of the backward pass costs an fp32 copy of w2's gradient, and none may sum more than
-    ``CHUNK`` terms.
+    ``CHUNK`` terms. ``programs``: about how many a multiprocessor, all of which run at once.
     """
     units = multiprocessors(device)
     if not units:
@@ -117,9 +117,10 @@ def _weight_plan(pairs: int, c: int, d: int, device: torch.device) -> Plan:
     block_n = min(256, max(16, power_of_2(d)))
     block_k = min(power_of_2(pairs), 1024 // block_n)
     block_m = min(power_of_2(c), max(2, 1024 // (block_n * block_k)))
-    wanted = ceil_div(8 * units, ceil_div(c, block_m) * ceil_div(d, block_n))
-    splits = min(ceil_div(pairs, block_k), max(wanted, ceil_div(pairs, CHUNK)))
-    return Plan(block_m, block_n, block_k, 4, 1, splits)
+    wanted = programs * units // (ceil_div(c, block_m) * ceil_div(d, block_n))
+    steps = ceil_div(pairs, block_k)
+    share = ceil_div(steps, min(steps, max(1, wanted, ceil_div(pairs, CHUNK))))
+    return Plan(block_m, block_n, block_k, 4, 1, ceil_div(steps, share))
 
 
 def _weight_forward(
@@ -127,7 +128,8 @@ def _weight_forward(
 ) -> None:
     halves = sides(t)
     a, b, c, d = sizes_of(*halves)
-    plan = _weight_plan(a * b, c, d, run.device)
+    # A tile of a pair is dear: few programs make the same one.
+    plan = _weight_plan(a * b, c, d, run.device, programs=8 if halves[3] is None else 4)
     base = None if t.base is None else t.base.flatten(1)
     run.launch("lokr", "kron", *halves, base, scale, out.flatten(1), tiles=plan)
 

@@ -118,7 +118,8 @@ def _mix_grad(
         # A split of few sums isn't worth its part; one of very many would lose accuracy.
         length = tokens * n
         splits = max(min(wanted, ceil_div(length, CHUNK)), ceil_div(length, block_k * CHUNK))
-        plan = Plan(block_m, block_n, block_k, 4, 3, min(tokens, splits), "k")
+        warps = 2 if block_m == block_n == 16 and block_k == 256 else 4
+        plan = Plan(block_m, block_n, block_k, warps, 3, min(tokens, splits), "k")
     else:
         plan = Plan(32, 32, 32, splits=2, dynamic="k")
     parts = run.empty((plan.splits, a, b), torch.float32)
@@ -148,12 +149,12 @@ def _fused_plan(
         return None
     block_n, block_k = (max(16, power_of_2(size)) for size in (c, d))
     # As many programs as a multiprocessor holds at once: each has partial sums of its own.
-    splits = (2 if backward else 5) * multiprocessors(device) or 2
+    splits = (2 if backward else 8) * multiprocessors(device) or 2
     if backward and device.type == "cuda":
         tiles = ceil_div(tokens, SMALL // max(sizes[:2]))
         while splits * _LONGEST < tiles:
             splits *= 2
-    return Plan(SMALL, block_n, block_k, 8 if backward else 4, 2, splits, "m")
+    return Plan(SMALL, block_n, block_k, 4, 3, splits, "m")
 
 
 def _apply_forward(

@@ -41,15 +41,15 @@ def _scale_formula(
 
 
 @lru_cache(maxsize=4096)
-def _tiles(rows: int, columns: int, by_rows: bool, units: int) -> Plan:
+def _tiles(rows: int, columns: int, by_rows: bool, units: int, longest: int = 256) -> Plan:
     """Tiles of the pointwise kernels over a matrix; ``splits``: parts of the sums of a gradient.
 
-    A GPU's are 16 bytes a thread and row; its splits, 16 tiles a multiprocessor: enough loads in
-    flight, and few partial sums.
+    A GPU's are 16 bytes a thread and row, of ``longest`` columns at most; its splits, 16 tiles a
+    multiprocessor: enough loads in flight, and few partial sums.
     """
     if not units:
         return Plan(16, 64, 1, splits=2)
-    block_n = min(256, max(32, plan.power_of_2(columns)))
+    block_n = min(longest, max(32, plan.power_of_2(columns)))
     block_m = 4096 // block_n
     along, across = (columns, rows) if by_rows else (rows, columns)
     step, block = (block_n, block_m) if by_rows else (block_m, block_n)
@@ -100,7 +100,9 @@ def _scale_backward(
         return
     channels = t.scale.shape[0]
     by_rows, shape = _matrix(t.v, channels)
-    tiles = _tiles(*shape, by_rows, plan.multiprocessors(run.device))
+    # Few sums a thread, each of many rows: two tensors of 16 bits are then read fastest.
+    longest = 1024 if not by_rows and grad.itemsize == t.v.itemsize == 2 else 256
+    tiles = _tiles(*shape, by_rows, plan.multiprocessors(run.device), longest)
     partials = run.empty((tiles.splits, shape[0 if by_rows else 1]), torch.float32)
     name = "gradients_of_rows" if by_rows else "gradients_of_columns"
     run.launch(
