@@ -153,10 +153,7 @@ def unpack_plan(device: torch.device) -> Plan:
 def rotate_plan(
     part: Pass, tokens: int, compute: torch.dtype, rescaled: bool, device: torch.device
 ) -> Plan:
-    """block_m tokens by block_n columns of the output, block_k of the contraction at once.
-
-    Not timed yet: chosen to compile without spills.
-    """
+    """block_m tokens by block_n columns of the output, block_k of the contraction at once."""
     size, wide = part.padded, compute is torch.float32
     if not multiprocessors(device):
         return Plan(64, min(64, size), min(64, size), dynamic="m")
@@ -182,8 +179,8 @@ def gram_plan(
     side = size if fits else 64 if wide else 128
     tiles = part.packs * (size // side) ** 2
     splits = max(1, min((4 if fits else 2) * units // tiles, -(-tokens // rows)))
-    warps = 8 if side > 32 or rescaled or not part.full else 4
-    return Plan(side, side, rows, warps, 2, splits, "k")
+    warps = 8 if side > FUSED or wide and side > 32 or rescaled or not part.full else 4
+    return Plan(side, side, rows, warps, 2 if wide else 3 if fits else 4, splits, "k")
 
 
 def fuses(part: Pass, compute: torch.dtype) -> bool:
