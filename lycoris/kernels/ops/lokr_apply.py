@@ -79,7 +79,8 @@ def _mix_plan(n: int, itemsize: int, device: torch.device) -> Plan:
     if not units:
         return Plan(32, 32, 32, splits=2, dynamic="m")
     wide = itemsize == 4
-    block_m, block_n = 32 if wide else 64, min(64 if wide else 128, max(16, power_of_2(n)))
+    least, most = (32, 64) if wide else (16, 128)  # 32 x 16 in fp32 would spill
+    block_m, block_n = 32 if wide else 64, min(most, max(least, power_of_2(n)))
     return Plan(block_m, block_n, 32 if wide else 64, 4, 3, 4 * units, dynamic="m")
 
 
