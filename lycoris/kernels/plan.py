@@ -66,18 +66,18 @@ def matmul(
     if not units:  # simulated: one plan, so that there is one build; splits where a GPU has them
         return Plan(64, 32, 64, splits=2 if k > 2 * CHUNK else 1, dynamic=dynamic)
     wide = itemsize == 4
+    even = n % 16 == k % 16 == 0  # odd operands, copied by single elements, spill in large tiles
     if n > 256 and k <= 256:  # a short reduction, a large output to stream
         block_k = min(max(16, power_of_2(k)), 32 if wide else 64)
         # Over a longer rank each tile of the factors is worth keeping for more of the output, and
         # 4 warps would spill.
-        tall = 32 if wide or k <= 64 else 64 if k <= 128 else 128
+        tall = 32 if wide or k <= 64 else 128 if k > 128 and even else 64
         block_m = min(tall, max(16, power_of_2(m)))
         stages, warps = 1 if k <= block_k else 2, 8 if block_k > 16 else 4
         return Plan(block_m, 128, block_k, warps, stages, 1, dynamic)
-    # Of 128 columns, where that leaves tiles for three quarters of the device. Odd operands, which
-    # are copied by single elements, would spill.
+    # Of 128 columns, where that leaves tiles for three quarters of the device.
     tiles = tile_count(m, 128) * tile_count(n, 128)
-    large = not wide and n >= 256 and n % 16 == k % 16 == 0 and 4 * tiles >= 3 * units
+    large = not wide and n >= 256 and even and 4 * tiles >= 3 * units
     if large and (not transposed or tiles >= units):
         return Plan(128, 128, 64, 8, 4 if k >= 4 * CHUNK else 3, 1, dynamic)
     block_n = min(max(16, power_of_2(n)), 32 if wide else 64)  # of more, odd operands would spill
@@ -91,7 +91,8 @@ def matmul(
     # A longer fp32 tile is faster, and its chain of truncating TF32 products breaks the bound.
     block_k = min(32 if wide else 128 if block_n == 16 else 64, max(16, power_of_2(k)))
     block_m, stages = min(64, max(16, power_of_2(m))), 4
-    if block_m == 64 and not wide and 4 * tile_count(m, 64) * columns < 3 * units:
+    narrow = not wide and block_n < 64  # 32 x 64 would spill
+    if block_m == 64 and narrow and 4 * tile_count(m, 64) * columns < 3 * units:
         block_m = 32
         stages = 6 if block_n == 16 else 4  # half the tile: as many bytes in flight
     tiles = tile_count(m, block_m) * columns

@@ -179,7 +179,7 @@ def gram_plan(
     side = size if fits else 64 if wide else 128
     tiles = part.packs * (size // side) ** 2
     splits = max(1, min((4 if fits else 2) * units // tiles, -(-tokens // rows)))
-    warps = 8 if side > FUSED or wide and side > 32 or rescaled or not part.full else 4
+    warps = 8 if side > FUSED or (wide and side > 32) or rescaled or not part.full else 4
     return Plan(side, side, rows, warps, 2 if wide else 3 if fits else 4, splits, "k")
 
 
