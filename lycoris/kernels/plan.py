@@ -91,7 +91,7 @@ def matmul(
     # A longer fp32 tile is faster, and its chain of truncating TF32 products breaks the bound.
     block_k = min(32 if wide else 128 if block_n == 16 else 64, max(16, power_of_2(k)))
     block_m, stages = min(64, max(16, power_of_2(m))), 4
-    narrow = not wide and block_n < 64  # 32 x 64 would spill
+    narrow = not wide and (block_n < 64 or not even)  # 32 x 64 of even operands spills, too
     if block_m == 64 and narrow and 4 * tile_count(m, 64) * columns < 3 * units:
         block_m = 32
         stages = 6 if block_n == 16 else 4  # half the tile: as many bytes in flight
