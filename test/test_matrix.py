@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -33,6 +36,8 @@ def test_every_op_has_rows_and_each_is_a_call_it_takes(bench: Any, op: str) -> N
         assert len({(r.set, r.case.name, r.mix) for r in rows}) == len(rows)
         for row in rows:
             spec.bind(explain.blanks(spec, row.case, row.mix), row.case.attributes)
+            if sets == ("small",):
+                draw(spec, row.case, row.mix, torch.device("cpu"))
             names = {o.name for o in spec.operands}
             assert set(row.case.present) <= names
 
@@ -92,6 +97,20 @@ def test_layers_are_found_by_their_operands(bench: Any) -> None:
 # --------------------------------------------------------------- measuring, with a fake GPU
 
 
+def test_a_recorded_run_owns_its_operands(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph doesn't: replays would read what the next capture has given back to the device."""
+    for name in ("Stream", "current_stream", "synchronize", "CUDAGraph", "stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    operand = torch.ones(3)
+    calls = [lambda: operand + 1]
+    alive = weakref.ref(calls[0])
+    recorded = bench.timing.record(calls)
+    del calls
+    gc.collect()
+    assert alive() is not None
+    assert recorded.count == 1
+
+
 @pytest.fixture
 def timed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A matrix that times on the CPU what it times on a GPU."""
@@ -103,7 +122,7 @@ def timed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
                 call()
 
         loop()
-        return timing.Recorded(loop, "fake", len(calls))
+        return timing.Recorded(loop, "fake", calls)
 
     def elapsed(call: Any) -> float:
         start = time.perf_counter()

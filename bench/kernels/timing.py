@@ -102,12 +102,17 @@ class Recorded:
     """Several calls on operands of their own, so that none finds its operands in the L2 cache.
 
     They replay as one CUDA graph; where one can't be captured they run as a loop, launch gaps
-    included (``how`` is then ``events``).
+    included (``how`` is then ``events``). ``calls`` own the operands, which a graph does not.
     """
 
     run: Call
     how: str
-    count: int
+    calls: Sequence[Call]
+
+    @property
+    def count(self) -> int:
+        """How many calls one run is."""
+        return len(self.calls)
 
 
 def race(variants: Mapping[str, Recorded]) -> dict[str, Span]:
@@ -165,9 +170,9 @@ def record(calls: Sequence[Call]) -> Recorded:
     except RuntimeError:  # the chain synchronises, or a library refuses capture
         torch.cuda.synchronize()
         loop()
-        return Recorded(loop, "events", len(calls))
+        return Recorded(loop, "events", calls)
     graph.replay()
-    return Recorded(graph.replay, "cuda graph", len(calls))
+    return Recorded(graph.replay, "cuda graph", calls)
 
 
 def elapsed(run: Call) -> float:

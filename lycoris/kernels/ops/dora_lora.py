@@ -193,7 +193,7 @@ def _adjust(values: dict[str, Tensor], case: Case) -> None:
     if case.fill == "integers":
         values["up"].zero_()
         weight.copy_(torch.where(weight == 0, 1.0, weight))
-    delta = case.scale * (values["up"] @ values["down"]).reshape(weight.shape)
+    delta = case.scale * (values["up"] @ values["down"].flatten(1)).reshape(weight.shape)
     if case.fill == "cancellation":
         weight.copy_(weight / 16 - delta)
     set_magnitude(values, case, weight + delta, case.attributes.get("axis", "out") == "out")
@@ -211,6 +211,7 @@ _CASES = (
         attributes=BY_IN | {"multiplier": 0.625},
         mixes="few",
     ),
+    Case("conv", {"O": 24, "N": (10, 3, 3), "r": 4}, mixes="few"),
     Case("rank 37", {"O": 40, "N": 64, "r": 37}, mixes="few"),
     Case("detached", _OUT, attributes={"detach_norm": True}, mixes="few"),
     Case("integers", _OUT, "integers", 2.0, exact=True, mixes="few"),
