@@ -122,7 +122,7 @@ def solve_plan(size: int, device: torch.device) -> Plan:
 def return_plan(size: int, device: torch.device) -> Plan:
     """block_m: blocks led back side by side; block_n: columns of a tile."""
     plan = solve_plan(size, device)
-    return replace(plan, num_warps=4 if plan.block_n >= 16 else 1)
+    return replace(plan, num_warps=8 if plan.block_n > 16 else 4 if plan.block_n == 16 else 1)
 
 
 def compose_plan(part: Pass, device: torch.device) -> Plan:

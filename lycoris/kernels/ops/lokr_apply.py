@@ -120,6 +120,7 @@ def _mix_grad(
         length = tokens * n
         splits = max(min(wanted, ceil_div(length, CHUNK)), ceil_div(length, block_k * CHUNK))
         warps = 2 if block_m == block_n == 16 and block_k == 256 else 4
+        warps = 8 if wide and block_m == block_n == 64 else warps
         plan = Plan(block_m, block_n, block_k, warps, 3, min(tokens, splits), "k")
     else:
         plan = Plan(32, 32, 32, splits=2, dynamic="k")
