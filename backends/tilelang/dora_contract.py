@@ -216,10 +216,13 @@ def contract(
         plan.splits if t is None else t.shape[0] if t.is_cuda else None
         for t in (part_up, part_down)
     )
+    rank = rank_tile(policy, up.shape[1]) if weight.is_cuda else 16
+    # Each warp owns at least 16 rows and 8 columns of the smallest product.
+    most = 32 * (min(plan.block_m, plan.block_n) // 16) * (rank // 8)
     others = (
         *(name(grad), name(grad_weight), slices, (part_up is not None, part_down is not None)),
-        *(rank_tile(policy, up.shape[1]) if weight.is_cuda else 16, parts),
-        *(*is_tensor(factor), threads_of(weight, plan)),
+        *(rank, parts),
+        *(*is_tensor(factor), min(most, threads_of(weight, plan))),
     )
     kernel = build(contract_kernel, (shared, others), weight.device)
     one_line = width_of(weight, group)
