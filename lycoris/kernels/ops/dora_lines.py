@@ -33,7 +33,7 @@ def tiles_plan(run: Schedule, weight: Tensor, group: int, rank: int, summed: boo
     if rank:
         block_k = min(max(16, plan.power_of_2(rank)), 64)
         # fp32 factors are products of three: their parts cost registers, as rows at odd addresses
-        # do. 64 rows are never shared by 8 warps: see dora_lora.contraction.
+        # do.
         large = run.policy.compute.itemsize == 2 and columns % 8 == 0
         made = Plan(64, 64, block_k, 4, 1) if large else Plan(32, 64, block_k, 8, 1)
     else:

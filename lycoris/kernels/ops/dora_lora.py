@@ -34,6 +34,7 @@ from .dora import (
     width_of,
 )
 from .dora_lines import Lines
+from .shares import add_up
 
 MULTIPLIER = Attribute("multiplier", "float", 1.0)
 
@@ -61,9 +62,7 @@ def contraction(run: Schedule, columns: int, rank: int) -> Plan:
     if not plan.multiprocessors(run.device):
         return Plan(32, 32, 16, num_stages=1)
     block_k = min(max(16, plan.power_of_2(rank)), 64)
-    # More rows leave fewer partial sums, where registers allow it. Never 64 of them: Triton 3.6's
-    # contraction of 64 rows over 8 warps ended in an illegal access on an H200, though its PTX
-    # addresses nothing out of bounds; 128 rows did not.
+    # More rows leave fewer partial sums, where registers allow it.
     compute, aligned = run.policy.compute, columns % 8 == 0
     block_m = 128 if compute.itemsize == 2 and rank <= 32 and aligned else 32
     # Products of fp32, and rows at odd addresses, cost registers.
@@ -135,11 +134,6 @@ def contract(
         args = (*gradient, weight, up, down, group)
         run.launch("dora_contract", "contract", *args, tiles=replace(tiles, splits=splits))
 
-    def total(parts: Tensor | None, out: Tensor | None) -> None:
-        if parts is not None:
-            adding = Plan(1, 512, 1, splits=parts.shape[0])
-            run.launch("lora", "total", parts, None, out, None, None, tiles=adding)
-
     across, downwards = strips(tiles_m, tiles_n), strips(tiles_n, tiles_m)
     part_up = part_down = None
     together = grad_up is not None and 4 * tiles_m * rank * columns <= _PARTIALS
@@ -152,8 +146,8 @@ def contract(
         launch(across, grad_weight, part_up, part_down if together else None)
     if grad_down is not None and not together:
         launch(downwards, None, None, part_down)
-    total(part_up, grad_up)
-    total(part_down, grad_down)
+    sums = ((part_up, grad_up), (part_down, grad_down))
+    add_up(run, *((p.flatten(1), g) for p, g in sums if p is not None and g is not None))
 
 
 def _shapes(present: frozenset[str], *, axis: str, **_: Any) -> Mapping[str, str]:
