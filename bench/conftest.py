@@ -104,7 +104,8 @@ def pytest_configure(config: pytest.Config) -> None:
     except report.UsageError as error:
         raise pytest.UsageError(str(error)) from error
     target = config.getoption("benchmark_json", None)
-    target = getattr(target, "name", target)  # older versions of the plugin open it
+    if target and not isinstance(target, str | Path):
+        target = target.name  # older versions of the plugin open it
     if target and not Path(target).absolute().parent.is_dir():  # known now, not after the run
         raise pytest.UsageError(f"--benchmark-json: no folder {Path(target).parent}")
     config.stash[_MATRIX] = Matrix(plan.device, plan.backends, plan.baselines)
