@@ -37,23 +37,6 @@ def _factor(scale: float | Tensor) -> float | Tensor:
     return scale.reshape(1) if isinstance(scale, Tensor) else scale
 
 
-def _in_memory(t: Tensor) -> Tensor:
-    """A dense matrix as it lies in memory."""
-    return compact(t if t.is_contiguous() else t.t())
-
-
-def _flat(t: Tensor) -> Tensor:
-    return _in_memory(t).view(-1)
-
-
-def _both(out_1: Tensor | None, out_2: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both outputs: a small tensor takes what isn't wanted, so that one build serves all."""
-    if out_1 is None:
-        assert out_2 is not None
-        return torch.empty_like(out_2), out_2
-    return out_1, torch.empty_like(out_1) if out_2 is None else out_2
-
-
 @prepared
 def weight(
     w1_a: Tensor,
@@ -123,7 +106,7 @@ def factor_grads(
     The weight's gradient D, from row ``start`` on, is ``grad`` (M, N), or ``grad``^T ``x`` with
     ``grad`` (tokens, M) and ``x`` (tokens, N), never stored. ``w*_a`` (M, r), ``w*_b`` (r, N).
     With P1 = s D o W2 and P2 = s D o W1, rounded to ``policy.compute``, fp32 ``part_a``
-    (tiles along N, 2, rows, r) takes P w_b^T of each tile, and ``part_b`` (row tiles, 2, r, N)
+    (2, tiles along N, rows, r) takes P w_b^T of each tile, and ``part_b`` (2, row tiles, r, N)
     w_a^T P, added to what an earlier group left where ``start`` > 0.
 
     Raises:
@@ -135,7 +118,7 @@ def factor_grads(
         kernels.factor_grads_kernel,
         (
             _sizes(device, m, n, rank),
-            _sizes(device, part_a.shape[0], part_a.shape[2], part_b.shape[0]),
+            _sizes(device, *part_a.shape[1:3], part_b.shape[1]),
             (grad.dtype, None if x is None else x.dtype, w1_a.dtype),
             isinstance(scale, Tensor),
             *_settings(plan, policy, device),
@@ -157,34 +140,6 @@ def factor_grads(
     ) -> None:
         tensors = (grad, grad if x is None else x, w1_a, w1_b, w2_a, w2_b, part_a, part_b)
         kernel(*map(compact, tensors), _factor(scale), start)
-
-    return launch
-
-
-@prepared
-def combine(
-    parts: Tensor, out_1: Tensor | None, out_2: Tensor | None, *, plan: Plan, policy: Policy
-) -> Launch:
-    """Adds the slices of ``parts`` (slices, 2, ...) in their order, one output for each of the 2.
-
-    An output is contiguous, as long as a slice or shorter, and rounded once; it may be None.
-
-    Raises:
-        KernelBuildError: the kernel can't be built.
-    """
-    outs = _both(out_1, out_2)
-    kernel = build(
-        kernels.combine_kernel,
-        (
-            _sizes(parts.device, parts.shape[0], parts[0, 0].numel(), outs[0].numel()),
-            tuple(t.dtype for t in outs),
-            plan.block_n,
-        ),
-        parts.device,
-    )
-
-    def launch(parts: Tensor, out_1: Tensor | None, out_2: Tensor | None) -> None:
-        kernel(parts.view(parts.shape[0], 2, -1), *map(_flat, _both(out_1, out_2)))
 
     return launch
 

@@ -199,15 +199,15 @@ def factor_grads_kernel(
             product_a(p_s, b_s, sum_a)
             for i, j in T.Parallel(block_m, block_k):
                 if step * block_k + j < R:
-                    part_a[bx, half, by * block_m + i, step * block_k + j] = sum_a[i, j]
+                    part_a[half, bx, by * block_m + i, step * block_k + j] = sum_a[i, j]
             T.clear(sum_b)
             product_b(a_s, p_s, sum_b)
             for i, j in T.Parallel(block_k, block_n):
                 if step * block_k + i < R and column + j < N:
                     earlier = T.if_then_else(
-                        start > 0, part_b[by, half, step * block_k + i, column + j], 0.0
+                        start > 0, part_b[half, by, step * block_k + i, column + j], 0.0
                     )
-                    part_b[by, half, step * block_k + i, column + j] = sum_b[i, j] + earlier
+                    part_b[half, by, step * block_k + i, column + j] = sum_b[i, j] + earlier
 
     @T.prim_func
     def loha_factor_grads(
@@ -217,8 +217,8 @@ def factor_grads_kernel(
         b1: T.Tensor((R, N), factor),
         a2: T.Tensor((M, R), factor),
         b2: T.Tensor((R, N), factor),
-        part_a: T.Tensor((tiles_n, 2, rows, R), "float32"),
-        part_b: T.Tensor((tiles_m, 2, R, N), "float32"),
+        part_a: T.Tensor((2, tiles_n, rows, R), "float32"),
+        part_b: T.Tensor((2, tiles_m, R, N), "float32"),
         scale: scale_type,  # type: ignore[valid-type]
         start: T.int32,
     ) -> None:
@@ -262,37 +262,6 @@ def factor_grads_kernel(
             )  # fmt: skip
 
     return loha_factor_grads
-
-
-def combine_kernel(sizes: Sizes, dtypes: tuple[torch.dtype, torch.dtype], block: int) -> Any:
-    """The prim_func behind :func:`loha.combine`."""
-    import tilelang.language as T
-
-    slices, length, size = _named("slices length size", sizes)
-    first, second = (NAMES[d] for d in dtypes)
-
-    @T.prim_func
-    def loha_combine(
-        parts: T.Tensor((slices, 2, length), "float32"),
-        out_1: T.Tensor((size,), first),
-        out_2: T.Tensor((size,), second),
-    ) -> None:
-        with T.Kernel(T.ceildiv(size, block), threads=min(block, 128)) as bx:
-            total_1 = T.alloc_fragment((block,), "float32")
-            total_2 = T.alloc_fragment((block,), "float32")
-            T.clear(total_1)
-            T.clear(total_2)
-            for s in T.serial(slices):
-                for i in T.Parallel(block):
-                    if bx * block + i < size:
-                        total_1[i] += parts[s, 0, bx * block + i]
-                        total_2[i] += parts[s, 1, bx * block + i]
-            for i in T.Parallel(block):
-                if bx * block + i < size:
-                    out_1[bx * block + i] = total_1[i]
-                    out_2[bx * block + i] = total_2[i]
-
-    return loha_combine
 
 
 def dense_product_kernel(

@@ -6,17 +6,18 @@ from typing import Any
 import torch
 
 from lycoris.kernels.launch import Launch, prepared
-from lycoris.kernels.plan import Plan
+from lycoris.kernels.plan import Plan, sum_sizes
 from lycoris.kernels.precision import Policy
 
 from .common import NAMES, build
 
-_LAST = 8  # sums of an element that are added last
+_LAST = 8  # lanes that are added last
 
 
 @prepared
 def add_up(
     parts: torch.Tensor,
+    base: torch.Tensor | None,
     out: torch.Tensor,
     parts2: torch.Tensor | None,
     out2: torch.Tensor | None,
@@ -24,22 +25,28 @@ def add_up(
     plan: Plan,
     policy: Policy,
 ) -> Launch:
-    """out (size,) = the sum of ``parts`` (count, size, width) over both other dimensions.
+    """out = [base +] the sum of ``parts``, rounded once; ``out2`` that of ``parts2``, if given.
 
-    In fp32, in an order that depends on shapes and Plan alone. ``out2`` is that of ``parts2``,
-    where there is one. Tensors are contiguous and no sum has 2^31 terms. M of ``plan`` is how many
-    terms of a sum are added at once, K the same for ``parts2``, and N the elements of a tile.
+    ``parts`` is fp32, (count, *shape) or (count, *shape, width), and is summed over count and
+    width, in fp32 and in an order that depends on shapes and Plan alone. ``out`` has that shape,
+    or its first rows, and ``base`` the shape of ``out``. Every part, ``base`` and ``out`` are dense
+    and lie in memory alike. No sum has 2^31 terms, no output 2^31 elements. M of ``plan`` is how
+    many terms of a sum are added at once, K the same for ``parts2``, and N the elements of a tile.
 
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    on_cpu, rows = not out.is_cuda, (plan.block_m, plan.block_k)
+    on_cpu = not out.is_cuda
+    sizes = [sum_sizes(parts, out)[:3]]
+    if parts2 is not None and out2 is not None:
+        sizes.append(sum_sizes(parts2, out2)[:3])
+    rows = (plan.block_m, plan.block_k)
     kernel = build(
         add_up_kernel,
         (
-            tuple(t.dtype for t in (out, out2) if t is not None),
-            tuple(None if on_cpu else t.shape[2] for t in (parts, parts2) if t is not None),
-            tuple((row, plan.block_n // row) for row in rows),
+            tuple(None if t is None else t.dtype for t in (base, out, out2)),
+            tuple(None if on_cpu else width for _, _, width in sizes),
+            tuple((row, plan.block_n // row) for row in rows[: len(sizes)]),
             32 if on_cpu else 32 * plan.num_warps,
             "int64" if on_cpu else "int32",
         ),
@@ -48,17 +55,26 @@ def add_up(
 
     def launch(
         parts: torch.Tensor,
+        base: torch.Tensor | None,
         out: torch.Tensor,
         parts2: torch.Tensor | None,
         out2: torch.Tensor | None,
     ) -> None:
-        kernel(parts, out, *(t for t in (parts2, out2) if t is not None))
+        operands = [_flat(parts).view(sizes[0]), *(_flat(t) for t in (base, out) if t is not None)]
+        if parts2 is not None and out2 is not None:
+            operands += [_flat(parts2).view(sizes[1]), _flat(out2)]
+        kernel(*operands)
 
     return launch
 
 
+def _flat(t: torch.Tensor) -> torch.Tensor:
+    """A dense tensor, or dense slices, as they lie in memory."""
+    return (t if t.is_contiguous() else t.mT).view(-1)
+
+
 def add_up_kernel(
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: tuple[torch.dtype | None, ...],
     widths: tuple[int | None, ...],
     blocks: tuple[tuple[int, int], ...],
     threads: int,
@@ -67,54 +83,59 @@ def add_up_kernel(
     """The prim_func behind :func:`add_up`, of one sum or of two; counts and sizes stay symbolic."""
     import tilelang.language as T  # takes seconds: not before a kernel is built
 
+    base_dtype, *out_dtypes = (None if dtype is None else NAMES[dtype] for dtype in dtypes)
+
     def sum_of(number: int) -> tuple[Any, ...]:
         """The blocks of one sum, the types of its tensors, and a macro that makes one block."""
-        count, size, width = (T.dynamic(f"{name}{number}", index) for name in ("s", "n", "j"))
+        count, length, width, size = (T.dynamic(f"{n}{number}", index) for n in "snjm")
         width = width if widths[number] is None else widths[number]
         rows, columns = blocks[number]
-        last = min(_LAST, rows)
+        # A thread adds several shares of one element, or the few there are of several.
+        lanes = min(rows, max(1, threads // columns))
+        last = min(_LAST, lanes)
 
         @T.macro
-        def add(parts: Any, out: Any, block: Any) -> None:
-            total = T.alloc_fragment((rows, columns), "float32")
-            staged = T.alloc_shared((rows, columns), "float32")
-            fewer = T.alloc_shared((last, columns), "float32")
+        def add(parts: Any, base: Any, out: Any, block: Any) -> None:
+            total = T.alloc_fragment((lanes, columns), "float32")
+            staged = T.alloc_shared((lanes, columns), "float32")
+            terms = T.alloc_local((rows // lanes,), "float32")
             T.clear(total)
             for step in T.serial(T.ceildiv(count * width, rows)):
-                for i, j in T.Parallel(rows, columns):
-                    share = step * rows + i
+                for i, j in T.Parallel(lanes, columns):
                     column = block * columns + j
-                    if share < count * width and column < size:
-                        total[i, j] += parts[share // width, column, share % width]
-            T.copy(total, staged)
-            for i, j in T.Parallel(last, columns):
-                fewer[i, j] = 0
-                for k in T.serial(rows // last):
-                    fewer[i, j] += staged[k * last + i, j]
+                    for k in T.unroll(rows // lanes):
+                        share = step * rows + k * lanes + i
+                        terms[k] = T.if_then_else(
+                            share < count * width and column < length,
+                            parts[share // width, column, share % width],
+                            0.0,
+                        )
+                    for k in T.unroll(rows // lanes):
+                        total[i, j] += terms[k]
+            if lanes > 1:
+                T.copy(total, staged)
+            if lanes > last:
+                for i, j in T.Parallel(last, columns):
+                    for k in T.serial(1, lanes // last):
+                        staged[i, j] += staged[k * last + i, j]
             for j in T.Parallel(columns):
                 column = block * columns + j
                 if column < size:
                     for i in T.serial(1, last):
-                        fewer[0, j] += fewer[i, j]
-                    out[column] = fewer[0, j]
+                        staged[0, j] += staged[i, j]
+                    value = staged[0, j] if lanes > 1 else total[0, j]
+                    out[column] = value if base is None else value + T.cast(base[column], "float32")
 
-        parts_type = T.Tensor((count, size, width), "float32")
-        out_type = T.Tensor((size,), NAMES[dtypes[number]])
-        return T.ceildiv(size, columns), parts_type, out_type, add
+        parts_type = T.Tensor((count, length, width), "float32")
+        out_type = T.Tensor((size,), out_dtypes[number])
+        return T.ceildiv(size, columns), size, parts_type, out_type, add
 
-    first, parts_type, out_type, add = sum_of(0)
-    if len(dtypes) == 1:
-
-        @T.prim_func
-        def add_up(parts: parts_type, out: out_type) -> None:  # type: ignore[valid-type]
-            with T.Kernel(first, threads=threads) as block:
-                add(parts, out, block)
-
-    else:
-        second, parts2_type, out2_type, add2 = sum_of(1)
+    first, size, parts_type, out_type, add = sum_of(0)
+    if len(blocks) == 2:
+        second, _, parts2_type, out2_type, add2 = sum_of(1)
 
         @T.prim_func
-        def add_up(  # type: ignore[no-redef]
+        def add_up(
             parts: parts_type,  # type: ignore[valid-type]
             out: out_type,  # type: ignore[valid-type]
             parts2: parts2_type,  # type: ignore[valid-type]
@@ -122,8 +143,23 @@ def add_up_kernel(
         ) -> None:
             with T.Kernel(first + second, threads=threads) as block:
                 if block < first:
-                    add(parts, out, block)
+                    add(parts, None, out, block)
                 else:
-                    add2(parts2, out2, block - first)
+                    add2(parts2, None, out2, block - first)
+
+    elif base_dtype is None:
+
+        @T.prim_func
+        def add_up(parts: parts_type, out: out_type) -> None:  # type: ignore[valid-type, no-redef]
+            with T.Kernel(first, threads=threads) as block:
+                add(parts, None, out, block)
+
+    else:
+        base_type = T.Tensor((size,), base_dtype)
+
+        @T.prim_func
+        def add_up(parts: parts_type, base: base_type, out: out_type) -> None:  # type: ignore[valid-type, no-redef]
+            with T.Kernel(first, threads=threads) as block:
+                add(parts, base, out, block)
 
     return add_up

@@ -162,7 +162,7 @@ def _factor_grads(
 
     FLUSH: tokens between two additions to the second level.
     """
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_m, tiles_n = rows // BLOCK_M, tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     pid_m, pid_n = pid // tiles_n, pid % tiles_n
     local = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -201,21 +201,21 @@ def _factor_grads(
         rr = r + tl.arange(0, BLOCK_K)
         ok_r = inside_of(rr, R, EVEN_R)
         ok = ok_r[:, None] & ok_n[None, :]
-        row = (pid_n.to(tl.int64) * 2 * rows + local)[:, None] * R + rr[None, :]
+        row = (pid_n.to(tl.int64) * rows + local)[:, None] * R + rr[None, :]
         ok_a = (local < rows)[:, None] & ok_r[None, :]
         y = tl.trans(_tile(b1, rr, rn, ok, N, 1).to(COMPUTE))
         tl.store(part_a + row, tl.dot(grad_1, y, input_precision=PRECISION), mask=ok_a)
-        row += rows.to(tl.int64) * R
+        row += tl.cast(tiles_n, tl.int64) * rows * R
         y = tl.trans(_tile(b2, rr, rn, ok, N, 1).to(COMPUTE))
         tl.store(part_a + row, tl.dot(grad_2, y, input_precision=PRECISION), mask=ok_a)
         ok = ok_m[:, None] & ok_r[None, :]
         ok_b = ok_n[:, None] & ok_r[None, :]
         y = _tile(a1, rm, rr, ok, R, 1).to(COMPUTE)
         total_1 = tl.dot(tl.trans(grad_1), y, input_precision=PRECISION)
-        _leave(part_b, pid_m * 2, rr, rn, ok_b, R, N, total_1, start > 0)
+        _leave(part_b, pid_m, rr, rn, ok_b, R, N, total_1, start > 0)
         y = _tile(a2, rm, rr, ok, R, 1).to(COMPUTE)
         total_2 = tl.dot(tl.trans(grad_2), y, input_precision=PRECISION)
-        _leave(part_b, pid_m * 2 + 1, rr, rn, ok_b, R, N, total_2, start > 0)
+        _leave(part_b, tiles_m + pid_m, rr, rn, ok_b, R, N, total_2, start > 0)
 
 
 @prepared
@@ -239,14 +239,14 @@ def factor_grads(
     The weight's gradient D, from row ``start`` on, is ``grad`` (M, N), or ``grad``^T ``x`` with
     ``grad`` (tokens, M) and ``x`` (tokens, N), never stored. ``w*_a`` (M, r), ``w*_b`` (r, N).
     With P1 = s D o W2 and P2 = s D o W1, rounded to ``policy.compute``, fp32 ``part_a``
-    (tiles along N, 2, rows, r) takes P w_b^T of each tile, and ``part_b`` (row tiles, 2, r, N)
+    (2, tiles along N, rows, r) takes P w_b^T of each tile, and ``part_b`` (2, row tiles, r, N)
     w_a^T P, added to what an earlier group left where ``start`` > 0.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
     (m, rank), n = w1_a.shape, w1_b.shape[1]
-    tiles_n, rows = part_a.shape[0], part_a.shape[2]
+    tiles_n, rows = part_a.shape[1:3]
     options = {
         "COMPUTE": TL_DTYPE[policy.compute],
         "PRECISION": input_precision(
@@ -268,44 +268,6 @@ def factor_grads(
     args = (grad, x, w1_a, w1_b, w2_a, w2_b, part_a, part_b, scale, start)
     grid = (rows // plan.block_m * tiles_n,)
     return _factor_grads.prepare(grid, args, options, (tokens, m, n, rank, rows))
-
-
-@kernel
-def _combine(parts, out_1, out_2, slices, length, size, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    half = tl.program_id(1)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    total = tl.zeros((BLOCK,), tl.float32)
-    # Several slices at a time, which are on their way together.
-    for s in tl.range(0, slices, STEP):
-        rs = s + tl.arange(0, STEP)
-        offsets = (rs.to(tl.int64) * 2 + half)[:, None] * length + at[None, :]
-        ok = (rs < slices)[:, None] & inside[None, :]
-        total += tl.sum(tl.load(parts + offsets, mask=ok, other=0.0), 0)
-    if half == 0:
-        if out_1 is not None:
-            tl.store(out_1 + at, total.to(out_1.dtype.element_ty), mask=inside)
-    else:
-        if out_2 is not None:
-            tl.store(out_2 + at, total.to(out_2.dtype.element_ty), mask=inside)
-
-
-@prepared
-def combine(
-    parts: Tensor, out_1: Tensor | None, out_2: Tensor | None, *, plan: Plan, policy: Policy
-) -> Launch:
-    """Adds the slices of ``parts`` (slices, 2, ...) in their order, one output for each of the 2.
-
-    An output is contiguous, as long as a slice or shorter, and rounded once; it may be None.
-
-    Raises:
-        KernelBuildError: the kernel doesn't compile for this device and plan.
-    """
-    size = next(t.numel() for t in (out_1, out_2) if t is not None)
-    fixed = (parts.shape[0], parts[0, 0].numel(), size)
-    options = {"BLOCK": plan.block_n, "STEP": plan.block_m, "num_warps": plan.num_warps}
-    grid = (triton.cdiv(size, plan.block_n), 2)
-    return _combine.prepare(grid, (parts, out_1, out_2), options, fixed)
 
 
 @kernel

@@ -139,35 +139,6 @@ def _matmul_pair(
         )  # fmt: skip
 
 
-@triton.jit
-def _sum(parts, base, out, pid, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """The partial sums of one block, added in order."""
-    at = pid.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    total = tl.zeros((BLOCK,), tl.float32)
-    for _ in tl.static_range(SPLITS):
-        total += tl.load(parts + at, mask=inside, other=0.0)
-        parts += size
-    if base is not None:
-        total += tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
-
-
-@kernel
-def _total(
-    parts, base, out, parts2, out2,
-    blocks, size, size2,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
-    if parts2 is None:
-        _sum(parts, base, out, pid, size, SPLITS, BLOCK)
-    elif pid < blocks:
-        _sum(parts, base, out, pid, size, SPLITS, BLOCK)
-    else:
-        _sum(parts2, None, out2, pid - blocks, size2, SPLITS, BLOCK)
-
-
 @prepared
 def matmul(
     a: torch.Tensor,
@@ -234,32 +205,6 @@ def matmul_pair(
     options |= {f"{name}2": value for name, value in _loop(m2, k2, plan).items()}
     args = (a, b, scale, out, a2, b2, scale2, out2)
     return _matmul_pair.prepare((tiles + tiles2, plan.splits), args, options, fixed)
-
-
-@prepared
-def total(
-    parts: torch.Tensor,
-    base: torch.Tensor | None,
-    out: torch.Tensor,
-    parts2: torch.Tensor | None,
-    out2: torch.Tensor | None,
-    *,
-    plan: Plan,
-    policy: Policy,
-) -> Launch:
-    """out = [base +] the sum of ``parts`` (splits, M, N), in order and in fp32.
-
-    ``out2`` is that of ``parts2``, where there is one. Every slice, ``base`` and ``out`` are dense
-    and lie in memory alike; ``plan.block_n`` elements are one block.
-
-    Raises:
-        KernelBuildError: the kernel doesn't compile for this device and plan.
-    """
-    sizes = out.numel(), 0 if out2 is None else out2.numel()
-    blocks, blocks2 = (triton.cdiv(size, plan.block_n) for size in sizes)
-    options = {"SPLITS": plan.splits, "BLOCK": plan.block_n, "num_warps": 4, "num_stages": 1}
-    args = (parts, base, out, parts2, out2)
-    return _total.prepare((blocks + blocks2,), args, options, (blocks, *sizes))
 
 
 def _tiles(m: int, n: int, plan: Plan) -> int:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from math import prod
 
 import torch
 
 #: A reduction longer than this adds its partial sums in a second fp32 level.
 CHUNK = 512
+#: Terms of sums of partial sums that a program adds at once: 16 a thread of 4 warps, and at most
+#: 32 a thread of 16.
+_ADDED, _MOST_ADDED = 2048, 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +109,50 @@ def matmul(
 def tile_count(size: int, block: int) -> int:
     """How many tiles of ``block`` cover ``size``."""
     return -(-size // block)
+
+
+def sum_sizes(parts: torch.Tensor, out: torch.Tensor) -> tuple[int, int, int, int]:
+    """Of ``out``, a sum of partial sums: their count, elements and width, and its own elements.
+
+    ``parts`` is (count, *shape) or (count, *shape, width), and is summed over count and width;
+    ``out`` has that shape, or its first rows.
+    """
+    count, *shape = parts.shape
+    width = shape.pop() if len(shape) > out.dim() else 1
+    return count, prod(shape), width, out.numel()
+
+
+@lru_cache(maxsize=4096)
+def sums(sizes: tuple[tuple[int, int], ...], units: int) -> Plan:
+    """The plan that adds partial sums: up to two sums of (terms, elements), in one launch.
+
+    M: how many terms of the first sum a program adds at once. K: the same of the second. N: terms
+    times elements of a tile, the same for both.
+
+    Args:
+        sizes: how many terms each sum has for each of its elements.
+        units: how many tiles the device runs at once; 0 for a CPU.
+    """
+    if not units:
+        return Plan(8, 64, 8)
+    # A row of a tile is a cache line or more, down to a sector where that leaves most of the
+    # device idle while a program goes through its terms.
+    columns = [min(32, power_of_2(size)) for _, size in sizes]
+    for i, (terms, size) in enumerate(sizes):
+        while columns[i] > 8 and terms * columns[i] > _ADDED:
+            if 2 * tile_count(size, columns[i]) >= units:
+                break
+            columns[i] //= 2
+    # Each step waits for its loads: few programs of many terms take longer ones, until there are
+    # 32 KB on their way to every multiprocessor.
+    tile = _ADDED
+    while tile < _MOST_ADDED and any(
+        terms * row > tile and tile_count(size, row) * tile < 8192 * units
+        for (terms, size), row in zip(sizes, columns, strict=True)
+    ):
+        tile *= 2
+    rows = [
+        min(power_of_2(terms), tile // row)
+        for (terms, _), row in zip(sizes, columns, strict=True)
+    ]
+    return Plan(rows[0], tile, rows[-1], min(16, tile // 512), 1)

@@ -140,6 +140,10 @@ def _import(path: str) -> ModuleType | str:
     return f"not a backend: {path} lacks {' and '.join(missing)}" if missing else module
 
 
+class NoFamily(str):
+    """The reason why a backend has no module of a family, where it is not that one is broken."""
+
+
 def kernels(module: ModuleType, family: str) -> ModuleType | str:
     """The module of one family's launchers, or the reason there is none."""
     found = _families.get((module, family))
@@ -151,7 +155,8 @@ def kernels(module: ModuleType, family: str) -> ModuleType | str:
         _families[module, family] = found
         return found
     except ModuleNotFoundError as error:
-        return f"no kernels for the {family} family: {error}"
+        reason = f"no kernels for the {family} family: {error}"
+        return NoFamily(reason) if error.name == f"{module.__name__}.{family}" else reason
     # As above: a broken family must not break the rest.
     except Exception as error:
         return f"import failed: {type(error).__name__}: {error}"

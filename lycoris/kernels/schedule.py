@@ -63,12 +63,14 @@ class Schedule:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def kernel(self, family: str, name: str, *, optional: bool = False) -> Any:
-        """The launcher ``name`` of a family; None where an optional one is missing.
+        """The launcher ``name`` of a family; None where an optional one, or its family, is missing.
 
         Raises:
-            BackendError: the backend has none of that name.
+            BackendError: the backend has none of that name, or its family can't be imported.
         """
         module = registry.kernels(self.backend, family)
+        if optional and isinstance(module, registry.NoFamily):
+            return None
         if isinstance(module, str):
             raise BackendError(f"{self.backend.__name__}: {module}")
         launcher = getattr(module, name, None)
@@ -121,6 +123,20 @@ class Schedule:
         args = (*first, *second)
         self._run(launcher, args, lambda: self._matmul_pair(launcher, first, second, dynamic))
 
+    def add_up(self, *sums: tuple[Tensor, Tensor]) -> None:
+        """out = the sum of its partial sums, for up to two of (parts, out), in one launch.
+
+        Args:
+            sums: ``parts``, fp32, is (count, *shape) or (count, *shape, width), and is summed over
+                count and width. ``out`` has that shape, or its first rows. Every part and ``out``
+                are dense and lie in memory alike.
+        """
+        if sums:
+            second = sums[1] if len(sums) > 1 else (None, None)
+            args = (sums[0][0], None, sums[0][1], *second)
+            launcher = self._adder()
+            self._run(launcher, args, lambda: self._adding(launcher, *args))
+
     def launch(self, family: str, name: str, *args: Any, tiles: plan.Plan) -> None:
         """Launches any kernel of a family on ``args``, tensors first.
 
@@ -163,14 +179,14 @@ class Schedule:
             return self._prepare(launcher, tiles, policy, a, b, base, scale, out)
         made = self._partials(tiles.splits, out)
         launch = self._prepare(launcher, tiles, policy, a, b, None, scale, made)
-        total = self._total(tiles, made, base, out, None, None)
+        add_up = self._adding(self._adder(), made, base, out, None, None)
 
         def split(
             a: Tensor, b: Tensor, base: Tensor | None, scale: float | Tensor, out: Tensor
         ) -> None:
             partials = self._partials(tiles.splits, out)
             launch(a, b, None, scale, partials)
-            total(partials, base, out, None, None)
+            add_up(partials, base, out, None, None)
 
         return split
 
@@ -186,7 +202,7 @@ class Schedule:
         made, made2 = (self._partials(tiles.splits, t) for t in (out, out2))
         args = (a, b, scale, made, a2, b2, scale2, made2)
         launch = self._prepare(launcher, tiles, self.policy, *args)
-        total = self._total(tiles, made, None, out, made2, out2)
+        add_up = self._adding(self._adder(), made, None, out, made2, out2)
 
         def split(
             a: Tensor, b: Tensor, scale: float | Tensor, out: Tensor,
@@ -194,7 +210,7 @@ class Schedule:
         ) -> None:  # fmt: skip
             partials, partials2 = (self._partials(tiles.splits, t) for t in (out, out2))
             launch(a, b, scale, partials, a2, b2, scale2, partials2)
-            total(partials, None, out, partials2, out2)
+            add_up(partials, None, out, partials2, out2)
 
         return split
 
@@ -213,12 +229,29 @@ class Schedule:
             return self.empty((splits, *out.shape), torch.float32)
         return self.empty((splits, *out.shape[::-1]), torch.float32).mT
 
-    def _total(self, tiles: plan.Plan, *args: Tensor | None) -> Launch:
-        launcher = self.kernel("lora", "total", optional=True)
-        if launcher is None:
+    def _adder(self) -> Any:
+        """What adds partial sums: the backend's kernel, or PyTorch where it has none."""
+        return self.kernel("shares", "add_up", optional=True) or _add_up
+
+    def _adding(
+        self,
+        launcher: Any,
+        parts: Tensor,
+        base: Tensor | None,
+        out: Tensor,
+        parts2: Tensor | None,
+        out2: Tensor | None,
+    ) -> Launch:
+        if launcher is _add_up:
             return _add_up
-        adding = plan.Plan(1, 512, 1, splits=tiles.splits)
-        return self._prepare(launcher, adding, self.policy, *args)
+        sizes = [
+            plan.sum_sizes(p, o)
+            for p, o in ((parts, out), (parts2, out2))
+            if p is not None and o is not None
+        ]
+        terms = tuple((count * width, size) for count, _, width, size in sizes)
+        tiles = plan.sums(terms, plan.multiprocessors(self.device))
+        return self._prepare(launcher, tiles, self.policy, parts, base, out, parts2, out2)
 
     @staticmethod
     def _prepare(launcher: Any, tiles: plan.Plan, policy: Policy, *args: Any) -> Launch:
@@ -231,14 +264,15 @@ class Schedule:
 
 
 def _add_up(
-    partials: Tensor,
+    parts: Tensor,
     base: Tensor | None,
     out: Tensor,
-    partials2: Tensor | None,
+    parts2: Tensor | None,
     out2: Tensor | None,
 ) -> None:
-    """The sum of partial sums, and of a second one, for a backend without a kernel for it."""
-    total = partials.sum(0)
-    out.copy_(total if base is None else total.add_(base))
-    if partials2 is not None and out2 is not None:
-        out2.copy_(partials2.sum(0))
+    """What ``shares.add_up`` does, for a backend without it."""
+    for part, term, result in ((parts, base, out), (parts2, None, out2)):
+        if part is not None and result is not None:
+            with_width = part.dim() > result.dim() + 1
+            total = part.sum((0, -1) if with_width else 0)[: result.shape[0]]
+            result.copy_(total if term is None else total.add_(term))

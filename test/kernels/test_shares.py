@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lycoris.kernels.ops import lokr, shares
+from lycoris.kernels import plan as plans
+from lycoris.kernels.ops import lokr
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
 BF16, F32 = torch.bfloat16, torch.float32
 NAN = float("nan")
-CPU_TILES = shares._tiles(((1, 1),), 0)
+CPU_TILES = plans.sums(((1, 1),), 0)
 
 
 def launcher(fused: str, family: str, name: str) -> Any:
@@ -40,7 +41,7 @@ def total(parts: Tensor) -> Tensor:
 def test_one_sum(fused: str, count: int, size: int, width: int, dtype: torch.dtype) -> None:
     parts, out = parts_of(count, size, width), torch.full((size,), NAN, dtype=dtype)
     add_up = launcher(fused, "shares", "add_up")
-    add_up(parts, out, None, None, plan=CPU_TILES, policy=Policy(F32, F32))
+    add_up(parts, None, out, None, None, plan=CPU_TILES, policy=Policy(F32, F32))
     assert torch.equal(out, total(parts).to(dtype))
 
 
@@ -57,7 +58,7 @@ def test_two_sums_in_one_launch(
         torch.full((second[1],), NAN, dtype=BF16),
     ]
     add_up = launcher(fused, "shares", "add_up")
-    add_up(parts[0], outs[0], parts[1], outs[1], plan=CPU_TILES, policy=Policy(F32, F32))
+    add_up(parts[0], None, outs[0], parts[1], outs[1], plan=CPU_TILES, policy=Policy(F32, F32))
     for out, part in zip(outs, parts, strict=True):
         assert torch.equal(out, total(part).to(out.dtype))
 
@@ -68,10 +69,10 @@ def test_the_order_of_a_sum_is_that_of_its_shares(fused: str) -> None:
     values[0], values[8], values[16] = 2.0**25, 1.0, -(2.0**25)
     out = torch.full((3,), NAN)
     add_up = launcher(fused, "shares", "add_up")
-    add_up(values, out, None, None, plan=CPU_TILES, policy=Policy(F32, F32))
+    add_up(values, None, out, None, None, plan=CPU_TILES, policy=Policy(F32, F32))
     assert torch.equal(out, torch.zeros(3))  # 1 is lost in 2^25; summed last, it would not be
     values[8], values[16] = -(2.0**25), 1.0
-    add_up(values, out, None, None, plan=CPU_TILES, policy=Policy(F32, F32))
+    add_up(values, None, out, None, None, plan=CPU_TILES, policy=Policy(F32, F32))
     assert torch.equal(out, torch.ones(3))
 
 

@@ -34,7 +34,6 @@ from .dora import (
     width_of,
 )
 from .dora_lines import Lines
-from .shares import add_up
 
 MULTIPLIER = Attribute("multiplier", "float", 1.0)
 
@@ -147,7 +146,7 @@ def contract(
     if grad_down is not None and not together:
         launch(downwards, None, None, part_down)
     sums = ((part_up, grad_up), (part_down, grad_down))
-    add_up(run, *((p.flatten(1), g) for p, g in sums if p is not None and g is not None))
+    run.add_up(*((p, g) for p, g in sums if p is not None and g is not None))
 
 
 def _shapes(present: frozenset[str], *, axis: str, **_: Any) -> Mapping[str, str]:

@@ -59,9 +59,6 @@ def grads_plan(
 
 # ------------------------------------------------------------------ gradients of the weight
 
-#: Sums of partial sums: ``block_m`` slices at a time, ``block_n`` elements a program.
-_COMBINE = Plan(16, 128, 16)
-
 
 def factor_grads(
     run: Schedule,
@@ -74,24 +71,26 @@ def factor_grads(
     """The four factors' gradients from the weight's, which is ``grad``, or grad^T x by tiles."""
     (m, rank), n = t.w1_a.shape, t.w1_b.shape[1]
     pairs = (grads.w1_a, grads.w2_a), (grads.w1_b, grads.w2_b)
-    wanted_a, wanted_b = (any(g is not None for g in pair) for pair in pairs)
-    if not wanted_a and not wanted_b:
+    if all(g is None for pair in pairs for g in pair):
         return
     itemsize, units = run.policy.compute.itemsize, multiprocessors(run.device)
     plan, rows = grads_plan(m, n, rank, itemsize, units, x is None)
     tiles = (tile_count(n, plan.block_n), rows // plan.block_m)
-    part_a = run.empty((tiles[0], 2, rows, rank), torch.float32)
-    part_b = run.empty((tiles[1], 2, rank, n), torch.float32)
+    part_a = run.empty((2, tiles[0], rows, rank), torch.float32)
+    part_b = run.empty((2, tiles[1], rank, n), torch.float32)
     factors = (t.w1_a, t.w1_b, t.w2_a, t.w2_b)
     for start in range(0, m, rows):
         run.launch(
             "loha", "factor_grads", grad, x, *factors, part_a, part_b, scale, start, tiles=plan
         )
-        if wanted_a:
-            of_rows = (None if g is None else g[start : start + rows] for g in pairs[0])
-            run.launch("loha", "combine", part_a, *of_rows, tiles=_COMBINE)
-    if wanted_b:
-        run.launch("loha", "combine", part_b, *pairs[1], tiles=_COMBINE)
+        of_rows = (None if g is None else g[start : start + rows] for g in pairs[0])
+        _add_up(run, part_a, *of_rows)
+    _add_up(run, part_b, *pairs[1])
+
+
+def _add_up(run: Schedule, parts: Tensor, *halves: Tensor | None) -> None:
+    """The gradients of both halves that are wanted, from ``parts`` (2, tiles, ...)."""
+    run.add_up(*((p, g) for p, g in zip(parts, halves, strict=True) if g is not None))
 
 
 # --------------------------------------------------------------------------- loha_weight

@@ -20,7 +20,6 @@ from ..schedule import Schedule
 from ..shapes import Groups
 from ..spec import Bound, Cost, Operand, OpSpec, Round, register
 from .lokr_cases import WEIGHT_CASES
-from .shares import add_up
 
 Scale = float | Tensor
 
@@ -176,8 +175,8 @@ def finish(
             total = totals[half] = parts[0] if one else run.empty(parts.shape[1:], torch.float32)
             if one:
                 continue
-        sums.append((parts.flatten(1), total))
-    add_up(run, *sums)
+        sums.append((parts, total.flatten(1)))
+    run.add_up(*sums)
     for half, total in totals.items():
         left, right = getattr(grads, f"{half}_a"), getattr(grads, f"{half}_b")
         # The half's gradient is declared unrounded: true fp32, on what the policy's cast left.

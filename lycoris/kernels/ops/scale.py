@@ -20,7 +20,6 @@ from .. import plan
 from ..plan import Plan
 from ..schedule import Schedule
 from ..spec import Attribute, Bound, Case, Cost, Operand, OpSpec, Round, Sizes, register
-from .shares import add_up
 
 #: Fewer elements than this behind the axis are columns of one row, so that rows stay long.
 _INNER = 32
@@ -118,7 +117,7 @@ def _scale_backward(
         tiles=tiles,
     )
     parts = partials.view((-1, channels) if by_rows else (tiles.splits, channels, -1))
-    add_up(run, (parts, grads.scale))
+    run.add_up((parts, grads.scale))
 
 
 def _scale_reductions(d: Mapping[str, int]) -> Mapping[str, int]:

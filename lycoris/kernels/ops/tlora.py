@@ -20,7 +20,6 @@ from ..schedule import Schedule
 from ..shapes import Groups
 from ..spec import Bound, Case, Cost, Operand, OpSpec, Round, Sizes, register
 from .pair import Scale, cases, product
-from .shares import add_up
 
 
 def _same(t: Tensor, like: Tensor) -> Tensor:
@@ -56,7 +55,7 @@ def _lam_gradient(
     partials = run.empty((tiles.splits, rank), torch.float32)
     tiles = replace(tiles, dynamic=dynamic)
     run.launch("pair", "diagonal_gradient", a, b, t.mask, partials, tiles=tiles)
-    add_up(run, (partials, grad_lam))
+    run.add_up((partials, grad_lam))
 
 
 _TLORA = (
