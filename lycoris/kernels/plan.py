@@ -152,7 +152,6 @@ def sums(sizes: tuple[tuple[int, int], ...], units: int) -> Plan:
     ):
         tile *= 2
     rows = [
-        min(power_of_2(terms), tile // row)
-        for (terms, _), row in zip(sizes, columns, strict=True)
+        min(power_of_2(terms), tile // row) for (terms, _), row in zip(sizes, columns, strict=True)
     ]
     return Plan(rows[0], tile, rows[-1], min(16, tile // 512), 1)

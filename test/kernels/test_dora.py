@@ -295,13 +295,18 @@ def test_a_long_rank_takes_two_passes_with_fewer_sums(
 def fused_launches(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """The launchers that were asked for, in order."""
     names: list[str] = []
-    plain = Schedule.launch
+    plain, plain_add_up = Schedule.launch, Schedule.add_up
 
     def launch(self: Schedule, family: str, name: str, *args: Any, tiles: Any) -> None:
         names.append(name)
         plain(self, family, name, *args, tiles=tiles)
 
+    def add_up(self: Schedule, *sums: tuple[Tensor, Tensor]) -> None:
+        names.append("add_up")
+        plain_add_up(self, *sums)
+
     monkeypatch.setattr(Schedule, "launch", launch)
+    monkeypatch.setattr(Schedule, "add_up", add_up)
     return lambda: names
 
 

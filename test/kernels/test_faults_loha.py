@@ -95,13 +95,6 @@ def last_tokens_skipped(launch: Launch) -> Launch:
     return factor_grads
 
 
-def last_slice_skipped(launch: Launch) -> Launch:
-    def combine(parts: Tensor, *outs: Any, **kw: Any) -> None:
-        launch(parts[: max(1, parts.shape[0] - 1)], *outs, **kw)
-
-    return combine
-
-
 def product_scale_dropped(launch: Launch) -> Launch:
     return lambda *args, **kw: launch(*with_scale(args, "dense_product", 1.0), **kw)
 
@@ -137,7 +130,6 @@ FAULTS = [
     (products_kept_in_fp32, "factor_grads", "loha_weight", "plain", BF16),
     (earlier_groups_forgotten, "factor_grads", "loha_weight", "groups of rows", BF16),
     (last_tokens_skipped, "factor_grads", "loha_apply", "dense", BF16),
-    (last_slice_skipped, "combine", "loha_weight", "integers", BF16),
     (product_scale_dropped, "dense_product", "loha_apply", "dense", BF16),
     (products_cut_off, "pairs", "loha_apply", "plain", BF16),
     (halves_swapped, "pairs_grad", "loha_apply", "plain", BF16),
