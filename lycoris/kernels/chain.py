@@ -235,10 +235,7 @@ def contract(
         return
     partials = run.empty((tiles.splits, groups, m, k), torch.float32)
     run.launch(FAMILY, "contract", left, right, scale, partials, tiles=tiles)
-    if out.dtype is torch.float32:
-        torch.sum(partials, 0, out=out)
-    else:
-        out.copy_(partials.sum(0))
+    run.add_up((partials, out))
 
 
 @lru_cache(maxsize=4096)
