@@ -47,7 +47,7 @@ def add_up(
             tuple(None if t is None else t.dtype for t in (base, out, out2)),
             tuple(None if on_cpu else width for _, _, width in sizes),
             tuple((row, plan.block_n // row) for row in rows[: len(sizes)]),
-            32 if on_cpu else 32 * plan.num_warps,
+            32 * plan.num_warps,
             "int64" if on_cpu else "int32",
         ),
         out.device,

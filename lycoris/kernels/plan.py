@@ -134,7 +134,7 @@ def sums(sizes: tuple[tuple[int, int], ...], units: int) -> Plan:
         units: how many tiles the device runs at once; 0 for a CPU.
     """
     if not units:
-        return Plan(8, 64, 8)
+        return Plan(32, 1024, 32, 16)
     # A row of a tile is a cache line or more, down to a sector where that leaves most of the
     # device idle while a program goes through its terms.
     columns = [min(32, power_of_2(size)) for _, size in sizes]

@@ -52,7 +52,16 @@ def total(parts: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("count", "size", "width"),
-    [(1, 1, 1), (1, 67, 1), (2, 64, 1), (7, 65, 1), (8, 3, 1), (9, 130, 1), (3, 5, 7), (33, 1, 3)],
+    [
+        (1, 1, 1),
+        (1, 67, 1),
+        (2, 64, 1),
+        (7, 65, 1),
+        (32, 3, 1),
+        (71, 130, 1),
+        (3, 5, 7),
+        (33, 1, 3),
+    ],
 )
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_one_sum(add_up: Launch, count: int, size: int, width: int, dtype: torch.dtype) -> None:
@@ -63,7 +72,7 @@ def test_one_sum(add_up: Launch, count: int, size: int, width: int, dtype: torch
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [((1, 67, 1), (9, 3, 1)), ((17, 130, 1), (1, 1, 1)), ((3, 5, 7), (2, 129, 3))],
+    [((1, 67, 1), (39, 3, 1)), ((67, 130, 1), (1, 1, 1)), ((3, 5, 7), (2, 129, 3))],
 )
 def test_two_sums_in_one_launch(
     add_up: Launch, first: tuple[int, int, int], second: tuple[int, int, int]
@@ -105,13 +114,13 @@ def test_the_first_rows_of_longer_parts(add_up: Launch) -> None:
 
 def test_the_order_of_a_sum_is_that_of_its_shares(fused: str) -> None:
     """Lanes of a tile sum some shares each, in order; a sum of one lane shows it bit by bit."""
-    values = torch.zeros(24, 3)
-    values[0], values[8], values[16] = 2.0**25, 1.0, -(2.0**25)
+    values = torch.zeros(96, 3)
+    values[0], values[32], values[64] = 2.0**25, 1.0, -(2.0**25)
     out = torch.full((3,), NAN)
     add_up, tiles = launcher(fused, "shares", "add_up"), plans.sums(((1, 1),), 0)
     add_up(values, None, out, None, None, plan=tiles, policy=FP32)
     assert torch.equal(out, torch.zeros(3))  # 1 is lost in 2^25; summed last, it would not be
-    values[8], values[16] = -(2.0**25), 1.0
+    values[32], values[64] = -(2.0**25), 1.0
     add_up(values, None, out, None, None, plan=tiles, policy=FP32)
     assert torch.equal(out, torch.ones(3))
 
