@@ -29,9 +29,10 @@ def add_up(
 
     ``parts`` is fp32, (count, *shape) or (count, *shape, width), and is summed over count and
     width, in fp32 and in an order that depends on shapes and Plan alone. ``out`` has that shape,
-    or its first rows, and ``base`` the shape of ``out``. Every part, ``base`` and ``out`` are dense
-    and lie in memory alike. No sum has 2^31 terms, no output 2^31 elements. M of ``plan`` is how
-    many terms of a sum are added at once, K the same for ``parts2``, and N the elements of a tile.
+    or its first rows. ``base``, which has the shape of ``out``, is None where there are two sums.
+    Every part, ``base`` and ``out`` are dense and lie in memory alike. No sum has 2^31 terms, no
+    output 2^31 elements. M of ``plan`` is how many terms of a sum are added at once, K the same for
+    ``parts2``, and N terms times elements of a tile.
 
     Raises:
         KernelBuildError: the kernel can't be built.

@@ -64,9 +64,10 @@ def add_up(
 
     ``parts`` is fp32, (count, *shape) or (count, *shape, width), and is summed over count and
     width, in fp32 and in an order that depends on shapes and Plan alone. ``out`` has that shape,
-    or its first rows, and ``base`` the shape of ``out``. Every part, ``base`` and ``out`` are dense
-    and lie in memory alike. No sum has 2^31 terms, no output 2^31 elements. M of ``plan`` is how
-    many terms of a sum are added at once, K the same for ``parts2``, and N the elements of a tile.
+    or its first rows. ``base``, which has the shape of ``out``, is None where there are two sums.
+    Every part, ``base`` and ``out`` are dense and lie in memory alike. No sum has 2^31 terms, no
+    output 2^31 elements. M of ``plan`` is how many terms of a sum are added at once, K the same for
+    ``parts2``, and N terms times elements of a tile.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
@@ -84,7 +85,8 @@ def add_up(
         "num_stages": plan.num_stages,
     }
     if not torch.version.hip:
-        # Registers that it may take: for fewer, ptxas would wait for a load or two at a time.
+        # Left alone, ptxas takes so few registers that two loads of a step are on their way, not
+        # all; 64 would do for 16 elements a thread, not for 32.
         options["maxnreg"] = 96
     grid = (blocks + triton.cdiv(sizes2[-1], columns2),)
     args = (parts, base, out, parts2, out2)
