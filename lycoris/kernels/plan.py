@@ -102,7 +102,9 @@ def matmul(
     tiles = tile_count(m, block_m) * columns
     # A split pays for its second pass only where the reduction is long and the device idle.
     splits = min(units // tiles, k // (2 * CHUNK), 16) if k >= 4 * CHUNK and tiles < units else 1
-    warps = 8 if wide and block_n > 16 else 4
+    # Odd operands of 16 bits, copied by single elements, spill in 4 warps of the largest tile.
+    single = not even and block_m == block_n == block_k == 64
+    warps = 8 if single or (wide and block_n > 16) else 4
     return Plan(block_m, block_n, block_k, warps, stages, max(1, splits), dynamic)
 
 
