@@ -233,9 +233,9 @@ def test_a_frozen_operand_costs_nothing(
     launches: list[str] = []
     plain = Schedule.kernel
 
-    def kernel(self: Schedule, family: str, name: str) -> Any:
+    def kernel(self: Schedule, family: str, name: str, **options: Any) -> Any:
         launches.append(name)
-        return plain(self, family, name)
+        return plain(self, family, name, **options)
 
     monkeypatch.setattr(Schedule, "kernel", kernel)
     a, b, c, d = {"w2 first": (5, 3, 6, 70), "w1 first": (2, 5, 7, 70)}.get(form, (4, 3, 6, 10))
