@@ -101,13 +101,14 @@ def factor_grads(
     plan: Plan,
     policy: Policy,
 ) -> Launch:
-    """Partial sums of the factors' gradients over the tiles of a group of the weight's rows.
+    """Partial sums of the factors' gradients over strips of tiles of a group of the weight's rows.
 
     The weight's gradient D, from row ``start`` on, is ``grad`` (M, N), or ``grad``^T ``x`` with
     ``grad`` (tokens, M) and ``x`` (tokens, N), never stored. ``w*_a`` (M, r), ``w*_b`` (r, N).
     With P1 = s D o W2 and P2 = s D o W1, rounded to ``policy.compute``, fp32 ``part_a``
-    (2, tiles along N, rows, r) takes P w_b^T of each tile, and ``part_b`` (2, row tiles, r, N)
-    w_a^T P, added to what an earlier group left where ``start`` > 0.
+    (2, strips, rows, r) takes P w_b^T of each of ``plan.splits`` strips of tiles along N, and
+    ``part_b`` (2, row tiles, r, N) w_a^T P, added to what an earlier group left where ``start`` is
+    not 0. A strip of several tiles needs a rank up to ``plan.block_k``.
 
     Raises:
         KernelBuildError: the kernel can't be built.
@@ -122,6 +123,7 @@ def factor_grads(
             (grad.dtype, None if x is None else x.dtype, w1_a.dtype),
             isinstance(scale, Tensor),
             *_settings(plan, policy, device),
+            plan.strip(n),
         ),
         device,
     )

@@ -159,12 +159,13 @@ def factor_grads_kernel(
     tf32: bool,
     threads: int,
     stages: int,
+    strip: int,
 ) -> Any:
     """The prim_func behind :func:`loha.factor_grads`; without an x, ``grad`` is read in tiles."""
     import tilelang.language as T
 
     M, N, R = _named("m n r", sizes)
-    tiles_n, rows, tiles_m = _named("tiles_n rows tiles_m", parts)
+    strips, rows, tiles_m = _named("strips rows tiles_m", parts)
     tokens = T.dynamic("tokens", "int32")
     block_m, block_n, block_k = blocks
     grad_dtype, x_dtype, factor = (None if d is None else NAMES[d] for d in dtypes)
@@ -186,20 +187,22 @@ def factor_grads_kernel(
     def pull_back(
         other_a: Any, other_b: Any, a: Any, b: Any, half: int, bx: Any, by: Any, start: Any,
         delta: Any, weight: Any, part: Any, a_s: Any, b_s: Any, p_s: Any, sum_a: Any, sum_b: Any,
-        part_a: Any, part_b: Any,
+        part_a: Any, part_b: Any, tile: Any,
     ) -> None:  # fmt: skip
-        row, column = start + by * block_m, bx * block_n
+        row, column = start + by * block_m, (bx * strip + tile) * block_n
         low_rank(other_a, other_b, row, column, a_s, b_s, weight, part if long_rank else weight)
         for i, j in T.Parallel(block_m, block_n):
             p_s[i, j] = delta[i, j] * weight[i, j]
         for step in T.serial(T.ceildiv(R, block_k)):
             T.copy(a[row, step * block_k], a_s)
             T.copy(b[step * block_k, column], b_s)
-            T.clear(sum_a)
+            if tile == 0:
+                T.clear(sum_a)
             product_a(p_s, b_s, sum_a)
-            for i, j in T.Parallel(block_m, block_k):
-                if step * block_k + j < R:
-                    part_a[half, bx, by * block_m + i, step * block_k + j] = sum_a[i, j]
+            if tile == strip - 1:
+                for i, j in T.Parallel(block_m, block_k):
+                    if step * block_k + j < R:
+                        part_a[half, bx, by * block_m + i, step * block_k + j] = sum_a[i, j]
             T.clear(sum_b)
             product_b(a_s, p_s, sum_b)
             for i, j in T.Parallel(block_k, block_n):
@@ -217,12 +220,12 @@ def factor_grads_kernel(
         b1: T.Tensor((R, N), factor),
         a2: T.Tensor((M, R), factor),
         b2: T.Tensor((R, N), factor),
-        part_a: T.Tensor((2, tiles_n, rows, R), "float32"),
+        part_a: T.Tensor((2, strips, rows, R), "float32"),
         part_b: T.Tensor((2, tiles_m, R, N), "float32"),
         scale: scale_type,  # type: ignore[valid-type]
         start: T.int32,
     ) -> None:
-        with T.Kernel(tiles_n, tiles_m, threads=threads) as (bx, by):
+        with T.Kernel(strips, tiles_m, threads=threads) as (bx, by):
             g_s = T.alloc_shared(g_tile, compute if by_tokens else grad_dtype)
             x_s = T.alloc_shared((block_k, block_n), compute)
             a_s = T.alloc_shared((block_m, block_k), compute)
@@ -231,35 +234,38 @@ def factor_grads_kernel(
             delta = T.alloc_fragment((block_m, block_n), "float32")
             part = T.alloc_fragment((block_m, block_n), "float32")
             weight = T.alloc_fragment((block_m, block_n), "float32")
-            sum_a = T.alloc_fragment((block_m, block_k), "float32")
+            sums_1 = T.alloc_fragment((block_m, block_k), "float32")
+            sums_2 = T.alloc_fragment((block_m, block_k), "float32")
             sum_b = T.alloc_fragment((block_k, block_n), "float32")
-            row, column = start + by * block_m, bx * block_n
-            if by_tokens:
-                T.clear(delta)
-                T.clear(part)
-                for step in T.Pipelined(T.ceildiv(tokens, block_k), num_stages=depth):
-                    T.copy(grad[step * block_k, row], g_s)
-                    T.copy(x[step * block_k, column], x_s)
+            row = start + by * block_m
+            for tile in T.serial(strip):
+                column = (bx * strip + tile) * block_n
+                if by_tokens:
+                    T.clear(delta)
+                    T.clear(part)
+                    for step in T.Pipelined(T.ceildiv(tokens, block_k), num_stages=depth):
+                        T.copy(grad[step * block_k, row], g_s)
+                        T.copy(x[step * block_k, column], x_s)
+                        for i, j in T.Parallel(block_m, block_n):
+                            delta[i, j] += part[i, j]
+                            part[i, j] = 0
+                        token_product(g_s, x_s, part)
                     for i, j in T.Parallel(block_m, block_n):
                         delta[i, j] += part[i, j]
-                        part[i, j] = 0
-                    token_product(g_s, x_s, part)
+                else:
+                    T.copy(grad[row, column], g_s)
+                    for i, j in T.Parallel(block_m, block_n):
+                        delta[i, j] = T.cast(g_s[i, j], "float32")
                 for i, j in T.Parallel(block_m, block_n):
-                    delta[i, j] += part[i, j]
-            else:
-                T.copy(grad[row, column], g_s)
-                for i, j in T.Parallel(block_m, block_n):
-                    delta[i, j] = T.cast(g_s[i, j], "float32")
-            for i, j in T.Parallel(block_m, block_n):
-                delta[i, j] *= scale[0] if scale_by_tensor else scale
-            pull_back(
-                a2, b2, a1, b1, 0, bx, by, start,
-                delta, weight, part, a_s, b_s, p_s, sum_a, sum_b, part_a, part_b,
-            )  # fmt: skip
-            pull_back(
-                a1, b1, a2, b2, 1, bx, by, start,
-                delta, weight, part, a_s, b_s, p_s, sum_a, sum_b, part_a, part_b,
-            )  # fmt: skip
+                    delta[i, j] *= scale[0] if scale_by_tensor else scale
+                pull_back(
+                    a2, b2, a1, b1, 0, bx, by, start,
+                    delta, weight, part, a_s, b_s, p_s, sums_1, sum_b, part_a, part_b, tile,
+                )  # fmt: skip
+                pull_back(
+                    a1, b1, a2, b2, 1, bx, by, start,
+                    delta, weight, part, a_s, b_s, p_s, sums_2, sum_b, part_a, part_b, tile,
+                )  # fmt: skip
 
     return loha_factor_grads
 

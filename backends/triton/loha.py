@@ -150,72 +150,95 @@ def _leave(part, slot, rank_columns, columns, ok, R, N, value, adds):
     tl.store(part + offsets, value, mask=ok)
 
 
+@triton.jit
+def _leave_rows(part, slot, rows, local, rank_columns, ok_r, R, value):
+    """Stores (rows, rank) sums of an a factor."""
+    row = slot.to(tl.int64) * rows + local
+    ok = (local < rows)[:, None] & ok_r[None, :]
+    tl.store(part + row[:, None] * R + rank_columns[None, :], value, mask=ok)
+
+
 @kernel
 def _factor_grads(
     grad, x, a1, b1, a2, b2, part_a, part_b, scale, start, tokens, M, N, R, rows,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, RANK_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_R: tl.constexpr,
-    ONE_STEP: tl.constexpr, FLUSH_R: tl.constexpr, FLUSH: tl.constexpr,
+    ONE_STEP: tl.constexpr, FLUSH_R: tl.constexpr, FLUSH: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the weight's gradient, and what it adds to the gradients of all four factors.
+    """A strip of tiles of the weight's gradient, and its part in the gradients of all four factors.
 
     FLUSH: tokens between two additions to the second level.
     """
-    tiles_m, tiles_n = rows // BLOCK_M, tl.cdiv(N, BLOCK_N)
+    tiles_m, strips = rows // BLOCK_M, tl.cdiv(N, STRIP * BLOCK_N)
     pid = tl.program_id(0)
-    pid_m, pid_n = pid // tiles_n, pid % tiles_n
+    pid_m, pid_n = pid // strips, pid % strips
     local = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rm = start + local
-    rn = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    ok_m, ok_n = inside_of(rm, M, EVEN_M), inside_of(rn, N, EVEN_N)
-    if x is None:
-        delta = _tile(grad, rm, rn, ok_m[:, None] & ok_n[None, :], N, 1).to(tl.float32)
-    else:
-        delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        rk = tl.arange(0, BLOCK_K)
-        for k in tl.range(0, tokens, BLOCK_K):
-            rt = k + rk
-            ok_t = rt < tokens
-            g = _tile(grad, rm, rt, ok_m[:, None] & ok_t[None, :], 1, M).to(COMPUTE)
-            y = _tile(x, rt, rn, ok_t[:, None] & ok_n[None, :], N, 1).to(COMPUTE)
-            delta = tl.dot(g, y, delta, input_precision=PRECISION)
-            if (k + BLOCK_K) % FLUSH == 0:
-                total += delta
-                delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        delta += total
-    delta = _scaled(delta, scale)
-    # One half after the other: three tiles in fp32 at once would not fit in registers.
-    second = _low_rank(
-        a2, b2, rm, rn, ok_m, ok_n, R, R, 1, N, 1,
-        COMPUTE, RANK_PRECISION, BLOCK_K, EVEN_R, ONE_STEP, FLUSH_R,
-    )  # fmt: skip
-    grad_1 = (delta * second).to(COMPUTE)
-    first = _low_rank(
-        a1, b1, rm, rn, ok_m, ok_n, R, R, 1, N, 1,
-        COMPUTE, RANK_PRECISION, BLOCK_K, EVEN_R, ONE_STEP, FLUSH_R,
-    )  # fmt: skip
-    grad_2 = (delta * first).to(COMPUTE)
-    for r in tl.range(0, BLOCK_K if ONE_STEP else R, BLOCK_K, num_stages=1):
-        rr = r + tl.arange(0, BLOCK_K)
+    ok_m = inside_of(rm, M, EVEN_M)
+    if STRIP > 1:
+        sum_1 = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+        sum_2 = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for tile in tl.range(0, STRIP):
+        rn = (pid_n * STRIP + tile) * BLOCK_N + tl.arange(0, BLOCK_N)
+        ok_n = inside_of(rn, N, EVEN_N)
+        if x is None:
+            delta = _tile(grad, rm, rn, ok_m[:, None] & ok_n[None, :], N, 1).to(tl.float32)
+        else:
+            delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            rk = tl.arange(0, BLOCK_K)
+            for k in tl.range(0, tokens, BLOCK_K):
+                rt = k + rk
+                ok_t = rt < tokens
+                g = _tile(grad, rm, rt, ok_m[:, None] & ok_t[None, :], 1, M).to(COMPUTE)
+                y = _tile(x, rt, rn, ok_t[:, None] & ok_n[None, :], N, 1).to(COMPUTE)
+                delta = tl.dot(g, y, delta, input_precision=PRECISION)
+                if (k + BLOCK_K) % FLUSH == 0:
+                    total += delta
+                    delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            delta += total
+        delta = _scaled(delta, scale)
+        # One half after the other: three tiles in fp32 at once would not fit in registers.
+        second = _low_rank(
+            a2, b2, rm, rn, ok_m, ok_n, R, R, 1, N, 1,
+            COMPUTE, RANK_PRECISION, BLOCK_K, EVEN_R, ONE_STEP, FLUSH_R,
+        )  # fmt: skip
+        grad_1 = (delta * second).to(COMPUTE)
+        first = _low_rank(
+            a1, b1, rm, rn, ok_m, ok_n, R, R, 1, N, 1,
+            COMPUTE, RANK_PRECISION, BLOCK_K, EVEN_R, ONE_STEP, FLUSH_R,
+        )  # fmt: skip
+        grad_2 = (delta * first).to(COMPUTE)
+        for r in tl.range(0, BLOCK_K if ONE_STEP else R, BLOCK_K, num_stages=1):
+            rr = r + tl.arange(0, BLOCK_K)
+            ok_r = inside_of(rr, R, EVEN_R)
+            ok = ok_r[:, None] & ok_n[None, :]
+            y = tl.trans(_tile(b1, rr, rn, ok, N, 1).to(COMPUTE))
+            if STRIP > 1:
+                sum_1 = tl.dot(grad_1, y, sum_1, input_precision=PRECISION)
+            else:
+                total_1 = tl.dot(grad_1, y, input_precision=PRECISION)
+                _leave_rows(part_a, pid_n, rows, local, rr, ok_r, R, total_1)
+            y = tl.trans(_tile(b2, rr, rn, ok, N, 1).to(COMPUTE))
+            if STRIP > 1:
+                sum_2 = tl.dot(grad_2, y, sum_2, input_precision=PRECISION)
+            else:
+                total_2 = tl.dot(grad_2, y, input_precision=PRECISION)
+                _leave_rows(part_a, strips + pid_n, rows, local, rr, ok_r, R, total_2)
+            ok = ok_m[:, None] & ok_r[None, :]
+            ok_b = ok_n[:, None] & ok_r[None, :]
+            y = _tile(a1, rm, rr, ok, R, 1).to(COMPUTE)
+            total_1 = tl.dot(tl.trans(grad_1), y, input_precision=PRECISION)
+            _leave(part_b, pid_m, rr, rn, ok_b, R, N, total_1, start > 0)
+            y = _tile(a2, rm, rr, ok, R, 1).to(COMPUTE)
+            total_2 = tl.dot(tl.trans(grad_2), y, input_precision=PRECISION)
+            _leave(part_b, tiles_m + pid_m, rr, rn, ok_b, R, N, total_2, start > 0)
+    if STRIP > 1:
+        rr = tl.arange(0, BLOCK_K)
         ok_r = inside_of(rr, R, EVEN_R)
-        ok = ok_r[:, None] & ok_n[None, :]
-        row = (pid_n.to(tl.int64) * rows + local)[:, None] * R + rr[None, :]
-        ok_a = (local < rows)[:, None] & ok_r[None, :]
-        y = tl.trans(_tile(b1, rr, rn, ok, N, 1).to(COMPUTE))
-        tl.store(part_a + row, tl.dot(grad_1, y, input_precision=PRECISION), mask=ok_a)
-        row += tl.cast(tiles_n, tl.int64) * rows * R
-        y = tl.trans(_tile(b2, rr, rn, ok, N, 1).to(COMPUTE))
-        tl.store(part_a + row, tl.dot(grad_2, y, input_precision=PRECISION), mask=ok_a)
-        ok = ok_m[:, None] & ok_r[None, :]
-        ok_b = ok_n[:, None] & ok_r[None, :]
-        y = _tile(a1, rm, rr, ok, R, 1).to(COMPUTE)
-        total_1 = tl.dot(tl.trans(grad_1), y, input_precision=PRECISION)
-        _leave(part_b, pid_m, rr, rn, ok_b, R, N, total_1, start > 0)
-        y = _tile(a2, rm, rr, ok, R, 1).to(COMPUTE)
-        total_2 = tl.dot(tl.trans(grad_2), y, input_precision=PRECISION)
-        _leave(part_b, tiles_m + pid_m, rr, rn, ok_b, R, N, total_2, start > 0)
+        _leave_rows(part_a, pid_n, rows, local, rr, ok_r, R, sum_1)
+        _leave_rows(part_a, strips + pid_n, rows, local, rr, ok_r, R, sum_2)
 
 
 @prepared
@@ -234,19 +257,21 @@ def factor_grads(
     plan: Plan,
     policy: Policy,
 ) -> Launch:
-    """Partial sums of the factors' gradients over the tiles of a group of the weight's rows.
+    """Partial sums of the factors' gradients over strips of tiles of a group of the weight's rows.
 
     The weight's gradient D, from row ``start`` on, is ``grad`` (M, N), or ``grad``^T ``x`` with
     ``grad`` (tokens, M) and ``x`` (tokens, N), never stored. ``w*_a`` (M, r), ``w*_b`` (r, N).
     With P1 = s D o W2 and P2 = s D o W1, rounded to ``policy.compute``, fp32 ``part_a``
-    (2, tiles along N, rows, r) takes P w_b^T of each tile, and ``part_b`` (2, row tiles, r, N)
-    w_a^T P, added to what an earlier group left where ``start`` > 0.
+    (2, strips, rows, r) takes P w_b^T of each of ``plan.splits`` strips of tiles along N, and
+    ``part_b`` (2, row tiles, r, N) w_a^T P, added to what an earlier group left where ``start`` is
+    not 0. A strip of several tiles needs a rank up to ``plan.block_k``.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
     (m, rank), n = w1_a.shape, w1_b.shape[1]
-    tiles_n, rows = part_a.shape[1:3]
+    rows = part_a.shape[2]
+    strip = plan.strip(n)
     options = {
         "COMPUTE": TL_DTYPE[policy.compute],
         "PRECISION": input_precision(
@@ -257,16 +282,17 @@ def factor_grads(
         "BLOCK_N": plan.block_n,
         "BLOCK_K": plan.block_k,
         "EVEN_M": m % rows == 0,
-        "EVEN_N": n % plan.block_n == 0,
+        "EVEN_N": n % (plan.block_n * strip) == 0,
         "EVEN_R": rank % plan.block_k == 0,
         "ONE_STEP": rank <= plan.block_k,
         "FLUSH_R": CHUNK if rank > CHUNK else 0,
         "FLUSH": CHUNK,
+        "STRIP": strip,
         **_launch_options(plan),
     }
     tokens = 0 if x is None else x.shape[0]
     args = (grad, x, w1_a, w1_b, w2_a, w2_b, part_a, part_b, scale, start)
-    grid = (rows // plan.block_m * tiles_n,)
+    grid = (rows // plan.block_m * plan.splits,)
     return _factor_grads.prepare(grid, args, options, (tokens, m, n, rank, rows))
 
 

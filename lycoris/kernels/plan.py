@@ -35,6 +35,10 @@ class Plan:
     splits: int = 1
     dynamic: str = ""
 
+    def strip(self, n: int) -> int:
+        """How many tiles along N each of ``splits`` programs takes."""
+        return tile_count(tile_count(n, self.block_n), self.splits)
+
 
 def power_of_2(n: int) -> int:
     """The smallest power of two that is at least ``n``."""

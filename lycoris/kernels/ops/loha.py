@@ -7,6 +7,7 @@ Learning", 2022; the Tucker form (``t1``, ``t2``) is LyCORIS's.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -37,22 +38,31 @@ def grads_plan(
 ) -> tuple[Plan, int]:
     """Tiles of the weight's gradient, and how many of its rows one launch takes.
 
-    Each tile leaves partial sums of all four factors' gradients, so rows go by groups whose sums
-    are small beside the weight: half of a 16-bit weight, all of it where the gradient is ``stored``
-    anyway, or 16 MB.
+    Each tile leaves partial sums of two factors' gradients and each strip of tiles (``splits`` of
+    them along N) of the other two's, so rows go by groups whose sums are small beside the weight:
+    half of a 16-bit weight, all of it where the gradient is ``stored`` anyway, or 16 MB.
     """
-    if not units:  # two tiles a group, so that several groups are seen
-        return Plan(64, 64, 64, dynamic="k"), 128
-    block_k = min(max(16, power_of_2(rank)), 32)
-    if itemsize == 4:  # contracted along both sides: see docs/numerics.md on fp32
-        plan = Plan(32, 32, block_k, 4, 3, dynamic="k")
+    if not units:  # two tiles a group and a strip, so that several are seen
+        plan = Plan(64, 64, 64, dynamic="k")
     else:
-        # Wider tiles leave fewer partial sums; over a longer rank they would spill.
-        stages = 3 if rank <= block_k else 1
-        plan = Plan(128, 128 if rank <= 16 else 64, block_k, 8, stages, dynamic="k")
+        block_k = min(max(16, power_of_2(rank)), 32)
+        if itemsize == 4:  # contracted along both sides: see docs/numerics.md on fp32
+            plan = Plan(32, 32, block_k, 4, 3, dynamic="k")
+        else:
+            # Wider tiles leave fewer partial sums; over a longer rank they would spill.
+            stages = 3 if rank <= block_k else 1
+            plan = Plan(128, 128 if rank <= 16 else 64, block_k, 8, stages, dynamic="k")
     tiles_m, tiles_n = tile_count(m, plan.block_m), tile_count(n, plan.block_n)
+    strip = 1
+    if stored and rank <= plan.block_k and itemsize < 4:  # else registers would not hold the sums
+        # The longest that keeps the device as busy; of 4 tiles a chain is within CHUNK.
+        rounds = {s: tile_count(tiles_m * tile_count(tiles_n, s), max(1, units)) for s in (4, 2, 1)}
+        strip = min(rounds, key=lambda s: s * rounds[s]) if units else 2
+    plan = replace(plan, splits=tile_count(tiles_n, strip))
+    if not units:
+        return plan, 128
     budget = max(m * n * itemsize // (1 if stored else 2), 2**24)
-    fitting = budget // (8 * rank * (tiles_n * plan.block_m + n))
+    fitting = budget // (8 * rank * (plan.splits * plan.block_m + n))
     wave = tiles_m if stored else units // tiles_n
     return plan, plan.block_m * max(1, min(tiles_m, fitting, wave))
 
@@ -75,9 +85,8 @@ def factor_grads(
         return
     itemsize, units = run.policy.compute.itemsize, multiprocessors(run.device)
     plan, rows = grads_plan(m, n, rank, itemsize, units, x is None)
-    tiles = (tile_count(n, plan.block_n), rows // plan.block_m)
-    part_a = run.empty((2, tiles[0], rows, rank), torch.float32)
-    part_b = run.empty((2, tiles[1], rank, n), torch.float32)
+    part_a = run.empty((2, plan.splits, rows, rank), torch.float32)
+    part_b = run.empty((2, rows // plan.block_m, rank, n), torch.float32)
     factors = (t.w1_a, t.w1_b, t.w2_a, t.w2_b)
     for start in range(0, m, rows):
         run.launch(
