@@ -75,6 +75,16 @@ _logged: set[tuple[str, str, str]] = set()
 generation = 0
 
 
+def check_name(where: str, name: Any) -> None:
+    """Checks that a backend is given by its name; whether there is one of it is ``load``'s to say.
+
+    Raises:
+        TypeError: it is no str.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{where}: backend is {type(name).__name__}; expected a backend's name")
+
+
 def names() -> tuple[str, ...]:
     """Every known backend: those in the tree, then the installed plug-ins."""
     return (*BUILT_IN, *_discover())
@@ -310,10 +320,12 @@ class use_backend:
         name: a backend's name, or ``auto``.
 
     Raises:
+        TypeError: the name is no str.
         ValueError: the name is unknown; the message lists the known ones.
     """
 
     def __init__(self, name: str) -> None:
+        check_name("use_backend", name)
         if name != AUTO and name not in BUILT_IN and name not in _discover():
             raise ValueError(f"unknown backend {name!r}; known: {', '.join((AUTO, *names()))}")
         self.name = name
@@ -328,4 +340,9 @@ class use_backend:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _stack.names.pop()
+        # Its own: a generator may leave its block later than one that was entered after it.
+        names = _stack.names
+        at = len(names) - 1
+        while names[at] != self.name:
+            at -= 1
+        del names[at]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -83,6 +83,19 @@ def test_the_context_belongs_to_its_thread(ran: list[str]) -> None:
         thread.start()
         thread.join()
     assert ran == []
+
+
+def test_a_generator_leaves_its_own_context() -> None:
+    def steps() -> Iterator[str | None]:
+        with lycoris.use_backend("tilelang"):
+            yield registry.context_override()
+
+    running = steps()
+    assert next(running) == "tilelang"
+    with lycoris.use_backend("triton"):
+        running.close()
+        assert registry.context_override() == "triton"
+    assert registry.context_override() is None
 
 
 def test_both_halves_keep_the_choice(ran: list[str]) -> None:
