@@ -289,8 +289,9 @@ def _unflatten(
 def _numbers(op: str, name: str, value: Sizes, n: int) -> tuple[int, ...]:
     """One number a spatial dimension."""
     several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    values: Any = value if several else (value,)
     try:
-        given = tuple(check_integer(op, name, v) for v in (value if several else (value,)))
+        given = tuple(check_integer(op, name, v) for v in values)
     except TypeError:
         raise TypeError(f"{op}: {name} is {value!r}; expected an int or {n} of them") from None
     if len(given) == 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn import UninitializedBuffer, UninitializedParameter
 
 
 def check_tensor(op: str, name: str, value: Any) -> Tensor:
@@ -19,7 +19,7 @@ def check_tensor(op: str, name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         kind = "None" if value is None else type(value).__name__
         raise TypeError(f"{op}: {name} is {kind}; expected a tensor")
-    if isinstance(value, UninitializedTensorMixin):
+    if isinstance(value, UninitializedParameter | UninitializedBuffer):
         raise TypeError(f"{op}: {name} is an uninitialized parameter; expected a tensor")
     if value.layout is not torch.strided or value.is_nested:
         raise TypeError(f"{op}: {name} is {value.layout}; expected a dense tensor")
