@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,8 @@ def _progress(line: str) -> None:
 
 def _parity(args: argparse.Namespace) -> int:
     device = report.pick_device(args.device)
+    if args.json:
+        report.check_target("--json", args.json)
     specs = report.pick_ops(args.op)
     backends, missing = report.pick_backends(args.backend, device)
     mixes = report.pick_mixes(args.dtype, testing.MIXES)
@@ -320,11 +323,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-if __name__ == "__main__":
+def command() -> int:
+    """The program: :func:`main` on whatever stdout there is."""
+    if isinstance(sys.stdout, TextIOWrapper):  # None where it is closed
+        # A name from a file may have characters that the terminal has not.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = main()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:  # whoever read it has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
-    raise SystemExit(status)
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(command())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib import metadata
 
 import pytest
 import torch
 
-from lycoris.__main__ import main
+from lycoris.__main__ import command, main
 from lycoris.kernels import explain, registry, report
 from lycoris.kernels.spec import SPECS
 
@@ -245,3 +246,27 @@ def test_info_warns_of_variables_nobody_reads(monkeypatch, capsys):
     warned = capsys.readouterr().err
     assert "no variable of that name is read: LYCORIS_KERNEL_BACKEND_LORA_APLY" in warned
     assert "LYCORIS_KERNEL_STRICT is 'yes'; expected 0 or 1" in warned
+
+
+def test_a_file_that_can_not_be_written_is_known_before_the_run(capsys, tmp_path):
+    for target, why in ((tmp_path, "is a folder"), (tmp_path / "no" / "x.json", "no folder")):
+        assert main([*PARITY, "--backend", "torch", "--json", str(target)]) == 2
+        assert f"--json: {why}" in capsys.readouterr().err.replace(f"{tmp_path} ", "")
+    sealed = tmp_path / "sealed"
+    sealed.mkdir(mode=0o500)
+    if not os.access(sealed, os.W_OK):  # root may write anywhere
+        with pytest.raises(report.UsageError, match=r"--json: .*x\.json can't be written"):
+            report.check_target("--json", sealed / "x.json")
+    report.check_target("--json", tmp_path / "x.json")
+    assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["closed", "nobody reads"])
+def test_an_output_that_nobody_reads(monkeypatch, kind):
+    read, write = os.pipe()
+    os.close(read)
+    broken = open(write, "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", None if kind == "closed" else broken)
+    monkeypatch.setattr(sys, "argv", ["lycoris", "ops"])
+    assert command() == 0
+    broken.close()
