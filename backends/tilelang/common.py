@@ -97,8 +97,15 @@ def load_tilelang() -> ModuleType:
     """TileLang, imported here because it takes seconds, with its progress messages off."""
     if "tilelang" in sys.modules:
         return sys.modules["tilelang"]
-    import tilelang
-
+    before = os.environ.get("PYTHONPATH")
+    try:
+        import tilelang
+    finally:
+        # Its import adds its own TVM, which every process started from here would then import.
+        if before is None:
+            os.environ.pop("PYTHONPATH", None)
+        else:
+            os.environ["PYTHONPATH"] = before
     # Its import sets its own logger to INFO; a level that the user chooses afterwards stays.
     logging.getLogger("tilelang").setLevel(logging.WARNING)
     return tilelang

@@ -186,7 +186,7 @@ def _whole(row: Row) -> Row:
     why = "; ".join(f"{p['tensor']}: {p['why']}" for p in parity if p["why"])
     present = "".join(f" +{name}" for name in row.get("present", ()))
     case = row["case"]
-    whole = {
+    whole: Row = {
         "kind": "op",
         "direction": BOTH,
         "pass": not why,
