@@ -104,6 +104,10 @@ def _discover() -> dict[str, str]:
     return _plug_ins
 
 
+def _unknown(name: str, by: str = "") -> ValueError:
+    return ValueError(f"unknown backend {name!r}{by}; known: {', '.join((AUTO, *names()))}")
+
+
 def refresh() -> None:
     """Forgets loaded backends, failures and choices, and looks for plug-ins again."""
     global _plug_ins, generation
@@ -126,7 +130,7 @@ def load(name: str) -> ModuleType | str:
     if found is None:
         path = BUILT_IN.get(name) or _discover().get(name)
         if path is None:
-            raise ValueError(f"unknown backend {name!r}; known: {', '.join((AUTO, *names()))}")
+            raise _unknown(name)
         with _lock:
             found = _loaded.get(name)
             if found is None:
@@ -263,6 +267,8 @@ def select(
     wanted = override or config.backend_override(op)
     strict = config.strict()
     if wanted != AUTO:
+        if wanted not in BUILT_IN and wanted not in _discover():
+            raise _unknown(wanted, "" if override else f", named by {_named_by(op, override)}")
         reason = capability(wanted, op, family, dims, policy, device)
         if reason:
             raise BackendError(f"{wanted}: can't run {op}: {reason}")
@@ -327,7 +333,7 @@ class use_backend:
     def __init__(self, name: str) -> None:
         check_name("use_backend", name)
         if name != AUTO and name not in BUILT_IN and name not in _discover():
-            raise ValueError(f"unknown backend {name!r}; known: {', '.join((AUTO, *names()))}")
+            raise _unknown(name)
         self.name = name
 
     def __enter__(self) -> use_backend:

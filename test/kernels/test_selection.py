@@ -113,9 +113,13 @@ def test_an_unknown_name_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -
         lora_apply(X, UP, DOWN, backend="cuda")
     with pytest.raises(ValueError, match=known):
         lycoris.use_backend("cuda")
-    monkeypatch.setenv("LYCORIS_KERNEL_BACKEND", "cuda")
-    with pytest.raises(ValueError, match=known):
-        lora_apply(X, UP, DOWN)
+    for variable in ("LYCORIS_KERNEL_BACKEND", "LYCORIS_KERNEL_BACKEND_LORA_APPLY"):
+        monkeypatch.setenv(variable, "cuda")
+        known = (
+            rf"unknown backend 'cuda', named by {variable}; known: auto, triton, tilelang, torch"
+        )
+        with pytest.raises(ValueError, match=known):
+            lora_apply(X, UP, DOWN)
 
 
 def test_a_named_backend_that_cannot_serve_raises_its_reason(plug_in: PlugIn) -> None:

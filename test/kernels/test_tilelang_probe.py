@@ -15,6 +15,7 @@ pytest.importorskip("tilelang")
 from lycoris.backends.tilelang import common
 
 from lycoris.backends import tilelang as backend
+from lycoris.kernels.errors import KernelBuildError
 
 
 def test_probe_looks_for_nvcc_where_tilelang_will(
@@ -65,3 +66,19 @@ def test_tilelang_leaves_no_path_to_other_processes(
     monkeypatch.delitem(sys.modules, "tilelang")
     assert common.load_tilelang().os is os
     assert os.environ.get("PYTHONPATH") == before
+
+
+def test_a_cache_that_can_not_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    why = "can't be kept: .*; LYCORIS_KERNEL_CACHE_DIR names another folder"
+    for folder in (file, "~nobody-of-that-name/x"):
+        monkeypatch.setenv("LYCORIS_KERNEL_CACHE_DIR", str(folder))
+        with pytest.raises(KernelBuildError, match=why):
+            common._build_cpu(backend.probe, (), torch.device("cpu"))
+    monkeypatch.setenv("LYCORIS_KERNEL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(KernelBuildError, match=f"{tmp_path}/tilelang can't be written; LYCORIS"):
+        common._build_cpu(backend.probe, (), torch.device("cpu"))
