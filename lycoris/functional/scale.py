@@ -138,7 +138,8 @@ def merge_(
         ``weight`` itself.
 
     Raises:
-        RuntimeError: ``weight`` requires a gradient, and grad mode is on.
+        RuntimeError: ``weight`` requires a gradient, and grad mode is on; or it is an inference
+            tensor, outside of inference mode.
         TypeError: a dtype is outside the policy (fp16 with bf16, integers, fp8).
         ValueError: a shape, device or multiplier does not fit, elements of ``weight`` share
             memory, or the backend is unknown.
