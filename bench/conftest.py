@@ -86,7 +86,18 @@ class Plan:
             raise report.UsageError("--baseline peft: the package peft is not installed")
         self.baselines = [b for b in baselines if b != "none"]
         self.ops = report.pick_ops(option("--op"))
-        self.ends = time.monotonic() + (option("--budget") or float("inf"))
+        budget = option("--budget")
+        if budget is not None and not budget > 0:
+            raise report.UsageError(f"--budget {budget:g}: expected seconds, above 0")
+        self.ends = time.monotonic() + (float("inf") if budget is None else budget)
+        #: Rows that --budget left no time for.
+        self.late = 0
+
+    def start_row(self) -> None:
+        """Skips the row where the time is up."""
+        if time.monotonic() > self.ends:
+            self.late += 1
+            pytest.skip("the time of --budget is up")
 
     @property
     def _gpu(self) -> bool:
@@ -106,8 +117,11 @@ def pytest_configure(config: pytest.Config) -> None:
     target = config.getoption("benchmark_json", None)
     if target and not isinstance(target, str | Path):
         target = target.name  # older versions of the plugin open it
-    if target and not Path(target).absolute().parent.is_dir():  # known now, not after the run
-        raise pytest.UsageError(f"--benchmark-json: no folder {Path(target).parent}")
+    if target:
+        try:
+            report.check_target("--benchmark-json", target)
+        except report.UsageError as error:
+            raise pytest.UsageError(str(error)) from error
     config.stash[_MATRIX] = Matrix(plan.device, plan.backends, plan.baselines)
 
 
@@ -160,8 +174,7 @@ def subject(request: pytest.FixtureRequest) -> tuple[OpSpec, shapes.Row, str, st
     """(op, row, backend, direction); skipped where the time is up or the backend declines it."""
     spec, row, backend, direction = request.param
     plan = request.config.stash[_PLAN]
-    if time.monotonic() > plan.ends:
-        pytest.skip("the time of --budget is up")
+    plan.start_row()
     refusal = explain.refusal(spec, backend, row.case, row.mix, plan.device)
     if refusal and not plan.named:
         pytest.skip(f"declined: {refusal}")
@@ -223,6 +236,9 @@ def pytest_benchmark_group_stats(config: pytest.Config, benchmarks: Any, group_b
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    plan = config.stash.get(_PLAN, None)
+    if plan and plan.late:
+        terminalreporter.write_line(f"{plan.late} rows not started: the time of --budget was up")
     session = getattr(config, "_benchmarksession", None)
     rows = [bench.extra_info for bench in session.benchmarks] if session else []
     if not rows:

@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def _info(args: argparse.Namespace) -> int:
         for rival in report.rivals()
     ]
     warnings += [f"no variable of that name is read: {name}" for name in config.unknown(OPS)]
+    warnings += [
+        f"{v['name']} names the unknown backend {v['value']!r}"
+        for v in config.report(OPS)
+        if v["name"].startswith(config.BACKEND.name)
+        and v["set"] == "yes"
+        and v["value"] not in ("", registry.AUTO, *registry.names())
+    ]
     try:
         config.strict()
     except ValueError as error:
@@ -106,8 +114,10 @@ def _parse_sizes(given: str) -> dict[str, int | tuple[int, ...]]:
     for part in filter(None, given.replace(" ", "").split(",")):
         symbol, _, value = part.partition("=")
         numbers = value.split("x")
-        if not symbol or not all(n.isascii() and n.isdigit() for n in numbers):
+        if not symbol or not all(n.isascii() and n.isdigit() and len(n) < 20 for n in numbers):
             raise UsageError(f"--shape: {part!r} is not SYMBOL=SIZE, like T=8192 or k=3x3")
+        if symbol in sizes:
+            raise UsageError(f"--shape: {symbol} is given twice")
         group = tuple(map(int, numbers))
         sizes[symbol] = group if len(group) > 1 else group[0]
     return sizes
@@ -146,11 +156,20 @@ def _explain(args: argparse.Namespace) -> int:
     choice, failure = None, ""
     try:
         operands = explain.blanks(spec, Case("", sizes, present=tuple(present)), mix)
+    except (
+        TypeError,
+        RuntimeError,
+    ) as error:  # PyTorch counts no such sizes, and says it at length
+        raise UsageError(f"--shape: {args.shape}: no tensor has sizes like these") from error
+    try:
         binding = spec.bind(operands)
         policy = resolve_policy(spec, operands, device, None, None)
-        call = (binding.dims, policy, device)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    call = (binding.dims, policy, device)
+    try:
         choice = registry.select(spec.name, spec.family, *call, args.backend)
-    except (TypeError, ValueError) as error:  # the operands, or a backend's name
+    except ValueError as error:  # a backend's name
         raise UsageError(str(error)) from error
     except BackendError as error:
         failure = str(error)
@@ -225,6 +244,10 @@ def _progress(line: str) -> None:
 
 def _parity(args: argparse.Namespace) -> int:
     device = report.pick_device(args.device)
+    if args.json:
+        report.check_target("--json", args.json)
+    if abs(args.seed) >= 2**63:
+        raise UsageError("--seed: expected a number of at most 63 bits")
     specs = report.pick_ops(args.op)
     backends, missing = report.pick_backends(args.backend, device)
     mixes = report.pick_mixes(args.dtype, testing.MIXES)
@@ -320,11 +343,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-if __name__ == "__main__":
+def command() -> int:
+    """The program: :func:`main` on whatever stdout there is."""
+    if isinstance(sys.stdout, TextIOWrapper):  # None where it is closed
+        # A name from a file may have characters that the terminal has not.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever read it has seen enough
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        status = 0  # whoever read it has seen enough
+        if not isinstance(error, BrokenPipeError):
+            print(f"error: {error}", file=sys.stderr)
+            status = 2
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 0
-    raise SystemExit(status)
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(command())

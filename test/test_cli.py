@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib import metadata
 
 import pytest
 import torch
 
-from lycoris.__main__ import main
+from lycoris.__main__ import command, main
 from lycoris.kernels import explain, registry, report
 from lycoris.kernels.spec import SPECS
 
@@ -177,6 +178,10 @@ def test_explain_says_why_a_named_backend_cannot(capsys, plug_in):
         (["nope"], "unknown op 'nope'; known: "),
         (["lora_weight", "--shape", "O=3"], "needs the sizes O, r, N; or with mid: O, p, q, k, I"),
         (["lora_weight", "--shape", "O=3;N"], "'O=3;N' is not SYMBOL=SIZE"),
+        (["lora_apply", "--shape", "T=1,T=2,I=1,O=1,r=1"], "--shape: T is given twice"),
+        (["lora_apply", "--shape", f"T={'9' * 9999},I=1"], "is not SYMBOL=SIZE"),
+        (["lora_apply", "--shape", f"T={2**62},I=8,O=8,r=1"], "no tensor has sizes like these"),
+        (["lora_apply", "--shape", f"T={2**63},I=8,O=8,r=1"], "no tensor has sizes like these"),
         (["lora_apply", "--shape", "T=1,I=1,O=1,r=1", "--with", "mid"], "optional operands: base"),
         (["lora_apply", "--shape", "T=1,I=1,O=1,r=0"], "expected r to be at least 1"),
         (["lora_apply", "--shape", "T=1,I=1,O=1,r=1", "--backend", "x"], "unknown backend 'x'"),
@@ -223,6 +228,7 @@ def test_parity_fails_on_a_fault(capsys, plug_in, scale, why):
         (["--backend", "crash"], "crash: import failed: RuntimeError: bad wheel"),
         (["--dtype", "int8"], "unknown dtype 'int8'; known: fp16, bf16"),
         (["--case", "no such case"], "nothing to run"),
+        (["--seed", str(2**64)], "--seed: expected a number of at most 63 bits"),
     ],
 )
 def test_parity_usage_errors(capsys, plug_in, argv, message):
@@ -241,7 +247,44 @@ def test_no_command_is_a_usage_error(capsys):
 def test_info_warns_of_variables_nobody_reads(monkeypatch, capsys):
     monkeypatch.setenv("LYCORIS_KERNEL_BACKEND_LORA_APLY", "triton")
     monkeypatch.setenv("LYCORIS_KERNEL_STRICT", "yes")
+    monkeypatch.setenv("LYCORIS_KERNEL_BACKEND", "trition")
+    monkeypatch.setenv("LYCORIS_KERNEL_BACKEND_LORA_APPLY", "torch")
     assert main(["info"]) == 0
     warned = capsys.readouterr().err
+    assert "LYCORIS_KERNEL_BACKEND names the unknown backend 'trition'" in warned
+    assert warned.count("names the unknown backend") == 1
     assert "no variable of that name is read: LYCORIS_KERNEL_BACKEND_LORA_APLY" in warned
     assert "LYCORIS_KERNEL_STRICT is 'yes'; expected 0 or 1" in warned
+
+
+def test_a_file_that_can_not_be_written_is_known_before_the_run(capsys, tmp_path):
+    for target, why in ((tmp_path, "is a folder"), (tmp_path / "no" / "x.json", "no folder")):
+        assert main([*PARITY, "--backend", "torch", "--json", str(target)]) == 2
+        assert f"--json: {why}" in capsys.readouterr().err.replace(f"{tmp_path} ", "")
+    sealed = tmp_path / "sealed"
+    sealed.mkdir(mode=0o500)
+    if not os.access(sealed, os.W_OK):  # root may write anywhere
+        with pytest.raises(report.UsageError, match=r"--json: .*x\.json can't be written"):
+            report.check_target("--json", sealed / "x.json")
+    report.check_target("--json", tmp_path / "x.json")
+    assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_an_output_that_takes_no_more(capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "argv", ["lycoris", "ops"])
+        assert command() == 2
+    assert "error: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["closed", "nobody reads"])
+def test_an_output_that_nobody_reads(monkeypatch, kind):
+    read, write = os.pipe()
+    os.close(read)
+    broken = open(write, "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", None if kind == "closed" else broken)
+    monkeypatch.setattr(sys, "argv", ["lycoris", "ops"])
+    assert command() == 0
+    broken.close()

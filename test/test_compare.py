@@ -179,6 +179,21 @@ def test_a_layer_is_not_the_op(status: Any) -> None:
         ([parity("triton") | {"tensor": "out"}, {"tensor": "out"}], "neither results"),
         (matrix([{k: v for k, v in row().items() if k != "op"}]), "neither results"),
         ("3", "neither results"),
+        ("[" * 100_000, "not JSON"),
+        ('[{"ulp": NaN}]', "not JSON: NaN is no number of JSON"),
+        (matrix([row(time_us="12")]), "time_us is '12'; expected a number or null"),
+        (matrix([row(eager_us=True)]), "eager_us is True; expected a number or null"),
+        (matrix([row(-1.0)]), "time_us is -1.0; expected a time above 0"),
+        (matrix([row(0.0)]), "time_us is 0.0; expected a time above 0"),
+        (matrix([row(op=3)]), "op is 3; expected text"),
+        (matrix([row(**{"pass": "no"})]), "pass is 'no'; expected true or false"),
+        (matrix([row(parity=[])]), "a row has an empty parity"),
+        (matrix([row(parity=[verdict(ulp=None)])]), "out passes without an error in ulp"),
+        (matrix([row(parity=[verdict(bound="1")])]), "bound is '1'; expected a number or null"),
+        (matrix([row(parity=[verdict(tensor=1)])]), "tensor is 1; expected text"),
+        ({"rows": [row()], "environment": 3}, "environment is 3; expected an object"),
+        ({"rows": [row()], "environment": {}, "commit": 3}, "commit is 3; expected text"),
+        ({"rows": [row()], "environment": {}, "ceilings": 3}, "ceilings is 3; expected an object"),
     ],
 )
 def test_bad_files_are_usage_errors(status: Any, data: Any, message: str) -> None:
@@ -190,6 +205,8 @@ def test_bad_files_are_usage_errors(status: Any, data: Any, message: str) -> Non
 
 def test_bad_options_are_usage_errors(status: Any) -> None:
     assert status(matrix([row()]), matrix([row()]), "--max-slowdown", "0")[0] == 2
+    for growth in ("-1", "nan"):
+        assert status(matrix([row()]), matrix([row()]), "--max-ulp-growth", growth)[0] == 2
 
 
 def test_many_problems_are_counted(tmp_path: Path) -> None:

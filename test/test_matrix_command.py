@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -119,11 +120,17 @@ def test_options_that_leave_no_row_say_so() -> None:
 
 
 @pytest.fixture
-def plan(bench: Any) -> Any:
-    """What the options given come to."""
+def module(bench: Any) -> Any:
+    """The matrix's conftest."""
     code = importlib.util.spec_from_file_location("matrix_conftest", ROOT / "bench/conftest.py")
     module = importlib.util.module_from_spec(code)
     code.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def plan(module: Any) -> Any:
+    """What the options given come to."""
 
     def make(**options: Any) -> Any:
         given = {f"--{name}": value for name, value in options.items()}
@@ -145,6 +152,17 @@ def test_options_come_to_a_plan(plan: Any) -> None:
     assert cut.mixes == ((torch.bfloat16, torch.bfloat16),)
 
 
+def test_rows_that_the_budget_leaves_out_are_counted(module: Any, plan: Any) -> None:
+    found, lines = plan(device="cpu", budget=1e-9), []
+    for _ in range(2):
+        with pytest.raises(pytest.skip.Exception, match="the time of --budget is up"):
+            found.start_row()
+    plan(device="cpu").start_row()
+    config = SimpleNamespace(stash={module._PLAN: found})
+    module.pytest_terminal_summary(SimpleNamespace(write_line=lines.append), config)
+    assert lines == ["2 rows not started: the time of --budget was up"]
+
+
 def test_without_peft_there_is_no_such_baseline(
     bench: Any, plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +178,9 @@ def test_without_peft_there_is_no_such_baseline(
         ({"op": ["nope"]}, "unknown op 'nope'; known: "),
         ({"backend": ["nope"]}, "unknown backend 'nope'"),
         ({"dtype": ["int8"]}, "unknown dtype 'int8'"),
+        ({"budget": -1.0}, "--budget -1: expected seconds, above 0"),
+        ({"budget": 0.0}, "--budget 0: expected seconds, above 0"),
+        ({"budget": math.nan}, "--budget nan: expected seconds, above 0"),
     ],
 )
 def test_what_is_unknown_is_a_usage_error(plan: Any, options: Any, message: str) -> None:

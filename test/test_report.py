@@ -6,16 +6,18 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from html import escape, unescape
 from html.parser import HTMLParser
+from io import BytesIO, TextIOWrapper
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lycoris.__main__ import main
-from lycoris.bench.chart import Mark, chart
+from lycoris.__main__ import command, main
+from lycoris.bench.chart import Mark, chart, styles
 from lycoris.bench.records import load_all
 from lycoris.bench.report import html, markdown
 
@@ -139,18 +141,38 @@ def test_every_timed_op_has_its_chart(page: str) -> None:
 
 
 def test_marks_stand_where_their_times_are() -> None:
-    text = chart({"a": [Mark("triton", 1.0, 10, 10), Mark("eager", 10.0, 100, 10)]})
+    style = styles(["triton", "eager"])
+    text = chart({"a": [Mark("triton", 1.0, 10, 10), Mark("eager", 10.0, 100, 10)]}, style)
     places = re.findall(r'<svg x="([\d.]+)%"', text)
     assert sorted(map(float, places)) == [3.0, 97.0]
-    below = chart({"a": [Mark("triton", 0.9, 9, 10)]})  # a floor that was beaten is not hidden
+    below = chart({"a": [Mark("triton", 0.9, 9, 10)]}, style)  # a beaten floor is not hidden
     (place,) = re.findall(r'<svg x="([\d.]+)%"', below)
     assert float(place) == 3.0
+
+
+def test_every_backend_has_a_mark_of_its_own_the_same_on_a_whole_page(tmp_path: Path) -> None:
+    data = json.loads(RECORD[0].read_text())
+    first, names = data["rows"][0], ("zeta", "alpha", "triton", "beta")
+    rows = [first | {"backend": name} for name in names]
+    rows += [first | {"op": "another", "backend": "zeta"}]  # alone in that chart
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(data | {"rows": rows}))
+    text = html(load_all([file]), "x")
+    marks: dict[str, set[tuple[str, str]]] = {}
+    for colour, name, shape in re.findall(
+        r'class="(m\d)"><title>(\w+)(?:: [^<]*)?</title>(<[^>]*>)', text
+    ):
+        marks.setdefault(name, set()).add((colour, shape))
+    assert marks.keys() == {*names, "eager"}
+    assert len({mark for found in marks.values() for mark in found}) == len(marks)
+    assert text.count("</svg> zeta</span>") == 2
+    assert all(re.search(rf"\.{m} \{{ fill", text) for ((m, _),) in marks.values())
 
 
 def test_a_long_label_takes_lines_that_a_phone_shows() -> None:
     name = "4x1280x32x32 k=3 factor 8 r=16 +base +w1 +w2_a +w2_b, bf16"
     marks = [Mark("triton", 2.0, 20, 10)]
-    text = chart({name: marks, "short": marks})
+    text = chart({name: marks, "short": marks}, styles(["triton"]))
     labels = re.findall(r'dx="6" y="(\d+)">(.*?)</text>', text)
     assert all(len(label) <= 46 for _, label in labels)
     assert (
@@ -338,3 +360,17 @@ def test_it_sorts_and_filters(page: str, tmp_path: Path) -> None:
     assert found["count"] == f"{len(found['backends'])} of {len(results.rows)} rows"
     # One direction, and no failure: nothing to choose.
     assert found["menus"] == ["op", "backend", "dtypes"]
+
+
+def test_names_beyond_the_terminals_characters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = json.loads(RECORD[0].read_text())
+    rows = [data["rows"][0] | {"case": "\u65e5\u672c"}]
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(data | {"rows": rows}, ensure_ascii=False), encoding="utf-8")
+    printed = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(printed, encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["x", "bench", "report", str(file), "--format", "markdown"])
+    assert command() == 0
+    assert rb"| \u65e5\u672c |" in printed.getvalue()

@@ -9,9 +9,11 @@ Raises:
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -40,7 +42,7 @@ def probe(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         return "compute capability {}.{} is below {}.{}".format(*capability, *OLDEST_CAPABILITY)
-    return None if _has_nvcc() else "no nvcc"
+    return _no_nvcc()
 
 
 def limits(op: str, dims: Mapping[str, int], policy: Policy, device: torch.device) -> str | None:
@@ -55,13 +57,29 @@ def limits(op: str, dims: Mapping[str, int], policy: Policy, device: torch.devic
     return f"{', '.join(large)}: 2^31 or more" if large and device.type == "cuda" else None
 
 
-def _has_nvcc() -> bool:
-    """Whether TileLang will find nvcc: in CUDA_HOME, else on PATH, else as a package or default."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home:
-        return (Path(home) / "bin" / "nvcc").exists()
-    if shutil.which("nvcc"):
-        return True
-    from tilelang.env import CUDA_HOME  # its own search, for the rarer places
+def _no_nvcc() -> str | None:
+    """Why TileLang will find no nvcc; None where it will.
 
-    return bool(CUDA_HOME) and (Path(CUDA_HOME) / "bin" / "nvcc").exists()
+    TileLang looks for a toolkit once, as it is imported (seconds): in CUDA_HOME, else CUDA_PATH,
+    else around the nvcc on PATH, as a package, and in the usual places. What shows without that
+    import is answered without it.
+    """
+    if "tilelang" not in sys.modules:
+        for variable in ("CUDA_HOME", "CUDA_PATH"):
+            if home := os.environ.get(variable):
+                return _lacks_nvcc(home, f"where {variable} says it is")
+        found = shutil.which("nvcc")
+        if found and Path(found).parent.name == "bin":
+            return None
+        from .common import load_tilelang
+
+        load_tilelang()
+    home = importlib.import_module("tilelang.env").CUDA_HOME
+    if not home:
+        return "no nvcc: TileLang found no CUDA toolkit as it was imported; CUDA_HOME names one"
+    return _lacks_nvcc(home, "where TileLang found a CUDA toolkit as it was imported")
+
+
+def _lacks_nvcc(home: str, why: str) -> str | None:
+    nvcc = Path(home) / "bin" / "nvcc"
+    return None if nvcc.is_file() and os.access(nvcc, os.X_OK) else f"no nvcc at {nvcc}, {why}"

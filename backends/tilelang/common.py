@@ -97,8 +97,15 @@ def load_tilelang() -> ModuleType:
     """TileLang, imported here because it takes seconds, with its progress messages off."""
     if "tilelang" in sys.modules:
         return sys.modules["tilelang"]
-    import tilelang
-
+    before = os.environ.get("PYTHONPATH")
+    try:
+        import tilelang
+    finally:
+        # Its import adds its own TVM, which every process started from here would then import.
+        if before is None:
+            os.environ.pop("PYTHONPATH", None)
+        else:
+            os.environ["PYTHONPATH"] = before
     # Its import sets its own logger to INFO; a level that the user chooses afterwards stays.
     logging.getLogger("tilelang").setLevel(logging.WARNING)
     return tilelang
@@ -119,12 +126,20 @@ def _build_cuda(factory: Factory, params: tuple[object, ...], device: torch.devi
 
 def _build_cpu(factory: Factory, params: tuple[object, ...], device: torch.device) -> Kernel:
     stem = f"{factory.__name__}-{_digest(factory, params)}"
-    path = config.cache_dir() / "tilelang" / f"{stem}.so"
-    if _intact(path):
-        return host_c.HostKernel(path)
+    try:
+        path = config.cache_dir() / "tilelang" / f"{stem}.so"
+        if _intact(path):
+            return host_c.HostKernel(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(f"{path.parent} can't be written")
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        raise KernelBuildError(
+            f"kernels for the CPU can't be kept: {error}; {config.CACHE_DIR.name} names another "
+            "folder"
+        ) from error
     load_tilelang()
     source = host_c.lower(factory(*params))
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=stem) as scratch:
         library = Path(scratch) / path.name
         host_c.compile_source(source, library)

@@ -236,6 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     try:
         device = report.pick_device(args.device)
+        if args.json:
+            report.check_target("--json", args.json)
         backends, missing = report.pick_backends(args.backend, device)
         chunks, declined = plan_chunks(args, device, backends)
         if args.jobs < 1:

@@ -7,10 +7,13 @@ size. Colours are CSS classes of the page, and every backend has a shape of its 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import count
 from textwrap import wrap
+
+from ..kernels.registry import BUILT_IN
 
 _SHAPES = (
     '<circle r="6"/>',
@@ -19,8 +22,10 @@ _SHAPES = (
     '<path d="M0-7.5 7.5 0 0 7.5-7.5 0z"/>',
 )
 _TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
-#: The usual ones keep their mark on every chart.
-_ORDER = ("triton", "tilelang", "eager", "compile")
+#: The page's colours; with a shape each, twelve names are told apart.
+_COLOURS = 6
+#: What runs beside the backends, by number: grey is eager's.
+_BESIDE = {"eager": 2, "compile": 3}
 _LINE, _TOP, _LEFT, _RIGHT = 46, 34, 3.0, 97.0
 #: What a phone shows of a label in one line, in characters, and how far apart its lines are.
 _LABEL, _LEADING = 46, 15
@@ -36,24 +41,32 @@ class Mark:
     floor_us: float
 
 
-def style(name: str, names: Sequence[str]) -> int:
-    """The number of a backend's colour and shape."""
-    others = [n for n in names if n not in _ORDER]
-    return _ORDER.index(name) if name in _ORDER else len(_ORDER) + others.index(name)
+def styles(names: Iterable[str]) -> dict[str, int]:
+    """The numbers of everyone's colour and shape, the same in every chart of a page.
+
+    Those in the tree and what runs beside them have theirs on every page; the others, plug-ins,
+    take the next ones by name.
+    """
+    others = sorted(set(names) - set(BUILT_IN) - set(_BESIDE))
+    free = (n for n in count() if n not in _BESIDE.values())
+    return _BESIDE | dict(zip([*BUILT_IN, *others], free, strict=False))
 
 
-def _svg_mark(name: str, number: int, x: str, y: float, title: str) -> str:
+def _svg_mark(number: int, x: str, y: float, title: str) -> str:
     shape = _SHAPES[number % len(_SHAPES)]
     return (
-        f'<svg x="{x}" y="{y:g}" overflow="visible" class="m{number % 6}">'
+        f'<svg x="{x}" y="{y:g}" overflow="visible" class="m{number % _COLOURS}">'
         f"<title>{escape(title)}</title>{shape}</svg>"
     )
 
 
-def chart(rows: Mapping[str, Sequence[Mark]]) -> str:
-    """The chart of one op, with its legend; each row's label stands above its line."""
+def chart(rows: Mapping[str, Sequence[Mark]], style: Mapping[str, int]) -> str:
+    """The chart of one op, with its legend; each row's label stands above its line.
+
+    ``style``: the number of everyone's colour and shape, see :func:`styles`.
+    """
     marks = [mark for row in rows.values() for mark in row]
-    names = sorted({m.name for m in marks}, key=lambda n: (n not in _ORDER, _rank(n), n))
+    names = sorted({m.name for m in marks}, key=style.__getitem__)
     low = min(1.0, *(m.times_floor for m in marks))
     high = max(m.times_floor for m in marks)
     last = next((t for t in _TICKS if t >= high), high)
@@ -84,21 +97,16 @@ def chart(rows: Mapping[str, Sequence[Mark]]) -> str:
             place = f'x="{_LEFT}%" dx="6" y="{y - 13 - _LEADING * up}"'
             parts.append(f"<text {place}>{escape(line)}</text>")
         parts.append(f'<line class="track" x1="{x(1)}" x2="{x(far)}" y1="{y}" y2="{y}"/>')
-        for mark in sorted(row, key=lambda m: -style(m.name, names)):
+        for mark in sorted(row, key=lambda m: -style[m.name]):
             title = (
                 f"{mark.name}: {mark.time_us:.1f} us, {mark.times_floor:.2f} times "
                 f"the floor of {mark.floor_us:.1f} us"
             )
-            number = style(mark.name, names)
-            parts.append(_svg_mark(mark.name, number, x(mark.times_floor), y, title))
+            parts.append(_svg_mark(style[mark.name], x(mark.times_floor), y, title))
     parts.append("</svg>")
     legend = "".join(
         f'<span><svg width="18" height="18" aria-hidden="true">'
-        f"{_svg_mark(n, style(n, names), '9', 9, n)}</svg> {escape(n)}</span>"
+        f"{_svg_mark(style[n], '9', 9, n)}</svg> {escape(n)}</span>"
         for n in names
     )
     return f'<div class="legend">{legend}</div>{"".join(parts)}'
-
-
-def _rank(name: str) -> int:
-    return _ORDER.index(name) if name in _ORDER else len(_ORDER)

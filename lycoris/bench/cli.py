@@ -51,6 +51,8 @@ def _compare(args: argparse.Namespace) -> int:
     if args.backends:
         a, b = (side.only(name) for side, name in zip((a, b), args.backends, strict=True))
     growth = args.max_ulp_growth
+    if growth is not None and not growth >= 0:
+        raise UsageError("--max-ulp-growth: expected a number of ULP, at least 0")
     if growth is None and _alike(a, b):
         growth = 0.0
     found = compare(a, b, Limits(args.max_slowdown, growth))

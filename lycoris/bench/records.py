@@ -64,19 +64,24 @@ def load(path: str | Path) -> Results:
         UsageError: it can't be read, or holds no results.
     """
     try:
-        data = json.loads(Path(path).read_text())
+        data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{path}: can't be read: {reason}") from error
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON: {error}") from error
     try:
         found = _parse(str(path), data)
-    except (KeyError, TypeError, AttributeError) as error:
+        _check_facts(found)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UsageError(f"{path}: {_EXPECTED} ({type(error).__name__}: {error})") from error
     if not found.rows:
         raise UsageError(f"{path}: no row in it")
     return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON; what is not finite is null")
 
 
 _EXPECTED = "neither results of the benchmark matrix nor parity rows"
@@ -170,14 +175,18 @@ def _by_case(verdicts: list[Row]) -> list[Row]:
 
 def _whole(row: Row) -> Row:
     """A row with every column that readers take for granted."""
-    parity = row.get("parity", [])
+    parity = row["parity"]
+    if not parity:
+        raise ValueError("a row has an empty parity; expected a verdict on its output at least")
     for verdict in parity:
         verdict.setdefault("pass", not verdict["why"])
-        _require(verdict, _TENSOR)
+        _check(verdict, _TENSOR)
+        if verdict["pass"] and verdict["ulp"] is None:
+            raise ValueError(f"{verdict['tensor']} passes without an error in ulp")
     why = "; ".join(f"{p['tensor']}: {p['why']}" for p in parity if p["why"])
     present = "".join(f" +{name}" for name in row.get("present", ()))
     case = row["case"]
-    whole = {
+    whole: Row = {
         "kind": "op",
         "direction": BOTH,
         "pass": not why,
@@ -188,11 +197,50 @@ def _whole(row: Row) -> Row:
     # Rows that differ in their optional operands alone are not the same.
     whole["case"] = case if present in case else case + present
     whole["parity"] = parity
-    _require(whole, ("op", "backend", "dtypes"))
+    _check(whole, ("op", "backend", "dtypes"))
+    if whole["time_us"] is not None and whole["time_us"] <= 0:
+        raise ValueError(f"time_us is {whole['time_us']}; expected a time above 0, or null")
     return whole
 
 
-def _require(found: Row, names: Iterable[str]) -> None:
+_TEXT = {*KEY, "backend", "device", "timing", "why", "tensor"}
+_NUMBERS = ("_us", "_bytes", "ulp", "rms", "bound", "times_floor")
+
+
+def _check(found: Row, names: Iterable[str]) -> None:
+    """Checks that a row or a verdict has these columns, and that readers can read all it has.
+
+    Raises:
+        KeyError: a column is missing.
+        TypeError: one holds what it can't hold.
+    """
     missing = [name for name in names if name not in found]
     if missing:
         raise KeyError(", ".join(missing))
+    for name, value in found.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name in _TEXT and not isinstance(value, str):
+            raise TypeError(f"{name} is {value!r}; expected text")
+        if name == "pass" and not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; expected true or false")
+        if name.endswith(_NUMBERS) and not (number or value is None):
+            raise TypeError(f"{name} is {value!r}; expected a number or null")
+
+
+def _check_facts(results: Results) -> None:
+    """Checks what stands beside the rows.
+
+    Raises:
+        TypeError: a part of it is of another kind.
+    """
+    for name, kind in (
+        ("environment", dict),
+        ("ceilings", dict),
+        ("unavailable", dict),
+        ("commit", str),
+        ("date", str),
+    ):
+        value = getattr(results, name)
+        if not isinstance(value, kind):
+            wanted = "an object" if kind is dict else "text"
+            raise TypeError(f"{name} is {value!r}; expected {wanted}")

@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 from ..kernels.report import text
-from .chart import Mark, chart
+from .chart import Mark, chart, styles
 from .compare import cell, markdown_table, where
 from .records import BOTH, Results, Row, gradients, out_of, worst
 
@@ -189,10 +189,11 @@ def charts(results: Results) -> list[dict[str, str]]:
         times |= {n: row[f"{n}_us"] for n in ("eager", "compile") if row.get(f"{n}_us")}
         known = {mark.name for mark in marks}
         marks += [Mark(n, t / floor, t, floor) for n, t in times.items() if n not in known]
+    style = styles(m.name for group in groups.values() for row in group.values() for m in row)
     return [
         {
             "title": f"{op}, {'forward and backward' if direction == BOTH else 'forward'}",
-            "svg": chart({f"{case}, {dtypes}": m for (case, dtypes), m in rows.items()}),
+            "svg": chart({f"{case}, {dtypes}": m for (case, dtypes), m in rows.items()}, style),
         }
         for (op, direction), rows in groups.items()
     ]

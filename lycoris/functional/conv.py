@@ -134,7 +134,8 @@ def loha_conv_apply(
         kernel: Sequence[int] = t1.shape[2:]
     else:
         n = _dimensions(name, x, ("w1_b", w1_b))
-        inputs = x.shape[1] // groups if check_integer(name, "groups", groups) > 0 else 0
+        groups = check_integer(name, "groups", groups)
+        inputs = x.shape[1] // groups if groups > 0 else 0
         w1_b = _unflatten(name, "w1_b", w1_b, n, inputs, kernel_size)
         w2_b = _unflatten(name, "w2_b", w2_b, n, inputs, kernel_size)
         kernel = w1_b.shape[2:]
@@ -200,8 +201,8 @@ def lokr_conv_apply(
     n = _dimensions(name, x, (holder, given[holder]))
     if holder == "w2_b":
         blocks = first[-1].shape[-1] if first[-1].dim() else 0
-        several = check_integer(name, "groups", groups) > 0
-        inputs = x.shape[1] // (groups * blocks) if several and blocks else 0
+        groups = check_integer(name, "groups", groups)
+        inputs = x.shape[1] // (groups * blocks) if groups > 0 and blocks else 0
         given[holder] = _unflatten(name, holder, given[holder], n, inputs, kernel_size)
     else:
         given[holder] = _sized(name, holder, _spread(given[holder], n), n, kernel_size)
@@ -287,9 +288,12 @@ def _unflatten(
 
 def _numbers(op: str, name: str, value: Sizes, n: int) -> tuple[int, ...]:
     """One number a spatial dimension."""
-    given = tuple(value) if isinstance(value, Sequence) else (value,)
-    if any(isinstance(v, bool) or not isinstance(v, int) for v in given):
-        raise TypeError(f"{op}: {name} is {value!r}; expected an int or {n} of them")
+    several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    values: Any = value if several else (value,)
+    try:
+        given = tuple(check_integer(op, name, v) for v in values)
+    except TypeError:
+        raise TypeError(f"{op}: {name} is {value!r}; expected an int or {n} of them") from None
     if len(given) == 1:
         given *= n
     if len(given) != n:
@@ -310,7 +314,7 @@ def _attributes(
     """The op's attributes; x padded at its ends where "same" asks for more there."""
     strides = _numbers(op, "stride", stride, n)
     dilations = _numbers(op, "dilation", dilation, n)
-    check_integer(op, "groups", groups)
+    groups = check_integer(op, "groups", groups)
     if not isinstance(padding, str):
         return x, (strides, _numbers(op, "padding", padding, n), dilations, groups)
     if padding == "valid":

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..kernels.checks import as_float, check_number, check_tensor
+from ..kernels.checks import as_float, check_flag, check_number, check_tensor
 from .table import OPS
 
 Axis = Literal["out", "in"]
@@ -81,7 +81,7 @@ def dora_weight(
     return OPS["dora_weight"](
         (weight, magnitude, delta),
         multiplier,
-        attributes=(axis, bool(detach_norm)),
+        attributes=(axis, check_flag("dora_weight", "detach_norm", detach_norm)),
         backend=backend,
         out_dtype=out_dtype,
     )
@@ -138,7 +138,7 @@ def dora_lora_weight(
     return OPS[name](
         (weight, up, down, magnitude),
         scale,
-        attributes=(axis, multiplier, bool(detach_norm)),
+        attributes=(axis, multiplier, check_flag(name, "detach_norm", detach_norm)),
         backend=backend,
         out_dtype=out_dtype,
     )
@@ -187,7 +187,7 @@ def dora_apply(
     return OPS["dora_apply"](
         (x, up, down, weight, magnitude, base),
         scale,
-        attributes=(bool(detach_norm),),
+        attributes=(check_flag("dora_apply", "detach_norm", detach_norm),),
         backend=backend,
         out_dtype=out_dtype,
     )

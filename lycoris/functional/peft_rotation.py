@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.checks import check_integer, check_tensor
+from ..kernels.checks import check_floating, check_integer
 
 
 def skew_from_vectors(vectors: Tensor, size: int) -> Tensor:
@@ -26,14 +26,14 @@ def skew_from_vectors(vectors: Tensor, size: int) -> Tensor:
         (n, size, size), Q with Q^T = -Q.
 
     Raises:
-        TypeError: ``vectors`` is no tensor, or ``size`` no int.
+        TypeError: ``vectors`` is no floating-point tensor, or ``size`` no int.
         ValueError: the vectors' length isn't that of a block of this size.
     """
     name = "skew_from_vectors"
     if check_integer(name, "size", size) < 1:
         raise ValueError(f"{name}: size is {size}; expected at least 1")
     entries = size * (size - 1) // 2
-    if check_tensor(name, "vectors", vectors).dim() != 2 or vectors.shape[1] != entries:
+    if check_floating(name, "vectors", vectors).dim() != 2 or vectors.shape[1] != entries:
         raise ValueError(
             f"{name}: vectors has shape {tuple(vectors.shape)}; "
             f"expected (n, {entries}) for blocks of {size}"
@@ -76,13 +76,13 @@ def cayley_neumann(skew: Tensor, terms: int = 5) -> Tensor:
         (..., s, s), in the dtype of ``skew``.
 
     Raises:
-        TypeError: ``skew`` is no tensor, or ``terms`` no int.
+        TypeError: ``skew`` is no floating-point tensor, or ``terms`` no int.
         ValueError: ``terms`` is negative, or the blocks are not square.
     """
     name = "cayley_neumann"
     if check_integer(name, "terms", terms) < 0:
         raise ValueError(f"{name}: terms is {terms}; expected at least 0")
-    _check_square(name, "skew", check_tensor(name, "skew", skew))
+    _check_square(name, "skew", check_floating(name, "skew", skew))
     eye = torch.eye(skew.shape[-1], dtype=skew.dtype, device=skew.device)
     # Horner: one product a term, and the small terms are added first.
     series = eye.expand_as(skew)
@@ -105,13 +105,13 @@ def rotate_input(x: Tensor, rotations: Tensor) -> Tensor:
         Of x's shape.
 
     Raises:
-        TypeError: an operand is no tensor.
+        TypeError: an operand is no floating-point tensor.
         ValueError: the blocks aren't (n, s, s), or don't cover the axis.
     """
     name = "rotate_input"
-    _check_square(name, "rotations", check_tensor(name, "rotations", rotations), 3)
+    _check_square(name, "rotations", check_floating(name, "rotations", rotations), 3)
     n, size = rotations.shape[:2]
-    if check_tensor(name, "x", x).dim() < 1 or x.shape[-1] != n * size:
+    if check_floating(name, "x", x).dim() < 1 or x.shape[-1] != n * size:
         raise ValueError(
             f"{name}: x has shape {tuple(x.shape)}; expected (..., {n * size}) for "
             f"{n} blocks of {size}"
@@ -151,7 +151,7 @@ def butterfly_permutation(channels: int, size: int, stage: int) -> Tensor:
     for what, value, least in (("channels", channels, 0), ("size", size, 1), ("stage", stage, 0)):
         if check_integer(name, what, value) < least:
             raise ValueError(f"{name}: {what} is {value}; expected at least {least}")
-    run = size << stage
+    run = size << min(stage, 63)  # no channels have more bits
     if size % 2 or channels % run:
         raise ValueError(
             f"{name}: runs of {size} * 2^{stage} channels, of blocks of an even "

@@ -5,19 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.checks import as_float, check_integer
+from ..kernels.checks import as_float, check_flag, check_integer, check_number
 from .table import OPS
 
 
 def _attributes(op: str, constraint: float | None, diff: bool) -> tuple[float | None, bool]:
     if constraint is not None:
-        if isinstance(constraint, bool) or not isinstance(constraint, int | float):
-            kind = type(constraint).__name__
-            raise TypeError(f"{op}: constraint is {kind}; expected a number or None")
-        if not constraint >= 0:
+        constraint = check_number(op, "constraint", constraint, "a number or None")
+        if constraint < 0:
             raise ValueError(f"{op}: constraint is {constraint}; expected a number of at least 0")
         constraint = as_float(op, "constraint", constraint)
-    return constraint, bool(diff)
+    return constraint, check_flag(op, "diff", diff)
 
 
 def _on_axis(
@@ -35,7 +33,8 @@ def _on_axis(
     if not isinstance(y, Tensor) or y.layout is not torch.strided:
         views = y  # the op's own check says what is wrong
     else:
-        if not -y.dim() <= check_integer(op, "axis", axis) < y.dim():
+        axis = check_integer(op, "axis", axis)
+        if not -y.dim() <= axis < y.dim():
             raise ValueError(
                 f"{op}: axis is {axis}; expected one of y's {y.dim()}, of shape {tuple(y.shape)}"
             )

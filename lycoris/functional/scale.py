@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.checks import check_integer, check_tensor
+from ..kernels.checks import check_flag, check_integer, check_tensor
 from ..kernels.shapes import outermost_first
 from .table import OPS
 
@@ -55,7 +55,8 @@ def ia3_scale(
         BackendError: the named backend can't serve the call.
     """
     dims = check_tensor("ia3_scale", "v", v).dim()
-    if not -dims <= check_integer("ia3_scale", "axis", axis) < dims:
+    axis = check_integer("ia3_scale", "axis", axis)
+    if not -dims <= axis < dims:
         raise ValueError(
             f"ia3_scale: axis is {axis}; expected one of the {dims} dimensions of v, which has "
             f"shape {tuple(v.shape)}"
@@ -73,7 +74,7 @@ def ia3_scale(
     order = _order(v)
     if order is not None:
         v, axis = v.permute(order), order.index(axis)
-    attributes = (axis - dims, bool(diff))
+    attributes = (axis - dims, check_flag("ia3_scale", "diff", diff))
     out = OPS["ia3_scale"](
         (v, scale), multiplier, attributes=attributes, backend=backend, out_dtype=out_dtype
     )
@@ -137,7 +138,8 @@ def merge_(
         ``weight`` itself.
 
     Raises:
-        RuntimeError: ``weight`` requires a gradient, and grad mode is on.
+        RuntimeError: ``weight`` requires a gradient, and grad mode is on; or it is an inference
+            tensor, outside of inference mode.
         TypeError: a dtype is outside the policy (fp16 with bf16, integers, fp8).
         ValueError: a shape, device or multiplier does not fit, elements of ``weight`` share
             memory, or the backend is unknown.

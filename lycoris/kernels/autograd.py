@@ -57,7 +57,7 @@ class _Fused(torch.autograd.Function):
         kept, saved = tensors[:count], tensors[count + 1 :]
         scale = tensors[count] if ctx.scale is None else ctx.scale
         needs = [
-            need and o.differentiable and not o.additive
+            need and not o.additive
             for o, need in zip(spec.operands, ctx.needs_input_grad[2:], strict=True)
         ]
         record = torch.is_grad_enabled()
@@ -84,14 +84,32 @@ def _is_special(t: Tensor | None) -> bool:
     return type(t).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
+#: Every Op by its name, for copies and pickles: an Op is made once a process.
+_OPS: dict[str, Op] = {}
+
+
+def _by_name(name: str) -> Op:
+    return _OPS[name]
+
+
 class Op:
-    """The callable of one OpSpec."""
+    """The callable of one OpSpec.
+
+    A copy of it is itself, and it is pickled by its name.
+    """
 
     def __init__(self, spec: OpSpec) -> None:
         self.spec = spec
         self.library = LibraryOp(spec, self.prepare)
         self.function: Any = type(spec.name, (_Fused,), {"__doc__": spec.doc})
         self._calls: dict[tuple[Any, ...], Call] = {}
+        frozen = [not o.differentiable for o in spec.operands]
+        #: Whether each operand gets no gradient, be one asked for; empty where all get one.
+        self._frozen = frozen if any(frozen) and not spec.inplace else []
+        _OPS[spec.name] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _by_name, (self.spec.name,)
 
     def __call__(
         self,
@@ -112,11 +130,19 @@ class Op:
             out_dtype: overrides the stored dtype.
 
         Raises:
-            TypeError: an operand is no tensor or has a dtype outside the policy.
+            TypeError: an operand is no tensor or has a dtype outside the policy, or the backend
+                is no name.
             ValueError: a shape, device or scale does not fit, or the backend is unknown.
             BackendError: the named backend can't serve the call.
         """
+        if backend is not None:
+            registry.check_name(self.spec.name, backend)
         override = backend or registry.context_override()
+        if self._frozen:
+            operands = [
+                t.detach() if frozen and isinstance(t, Tensor) and t.requires_grad else t
+                for t, frozen in zip(operands, self._frozen, strict=True)
+            ]
         first = first_tensor(operands)
         kind = "cpu" if first is None else first.device.type
         autocast = autocast_dtype(kind)

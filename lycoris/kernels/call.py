@@ -101,13 +101,19 @@ def check_target(spec: OpSpec, operands: Operands) -> None:
     """Checks that a call in place may change its operand without telling autograd.
 
     Raises:
-        RuntimeError: the operand requires a gradient, and grad mode is on.
+        RuntimeError: the operand requires a gradient, and grad mode is on; or it is an inference
+            tensor, outside of inference mode.
         ValueError: two of its elements may share memory.
     """
     t, where = spec.target(operands), f"{spec.name}: {spec.inplace}"
     if t.requires_grad and torch.is_grad_enabled():
         kind = "is a leaf that requires" if t.is_leaf else "requires"
         raise RuntimeError(f"{where} {kind} a gradient; change it in place under torch.no_grad()")
+    traced = torch.compiler.is_compiling()  # which neither question below can be
+    if not traced and t.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{where} is an inference tensor; change it in place under torch.inference_mode()"
+        )
     reach = 0
     for i in reversed(outermost_first(t)):
         stride, size = t.stride(i), t.shape[i]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import UninitializedBuffer, UninitializedParameter
 
 
 def check_tensor(op: str, name: str, value: Any) -> Tensor:
@@ -18,19 +19,46 @@ def check_tensor(op: str, name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         kind = "None" if value is None else type(value).__name__
         raise TypeError(f"{op}: {name} is {kind}; expected a tensor")
+    if isinstance(value, UninitializedParameter | UninitializedBuffer):
+        raise TypeError(f"{op}: {name} is an uninitialized parameter; expected a tensor")
     if value.layout is not torch.strided or value.is_nested:
         raise TypeError(f"{op}: {name} is {value.layout}; expected a dense tensor")
     return value
 
 
-def check_integer(op: str, name: str, value: Any) -> int:
-    """The value, if it is an int.
+def check_floating(op: str, name: str, value: Any) -> Tensor:
+    """The value, if it is a dense tensor of real floating-point numbers.
 
     Raises:
         TypeError: it is not.
     """
+    t = check_tensor(op, name, value)
+    if not t.is_floating_point():
+        raise TypeError(f"{op}: {name} is {t.dtype}; expected a floating-point tensor")
+    return t
+
+
+def check_integer(op: str, name: str, value: Any) -> int:
+    """The value as an int, if it is an int or NumPy's.
+
+    Raises:
+        TypeError: it is not, or is a bool.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{op}: {name} is {value!r}; expected an int")
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{op}: {name} is {value!r}; expected an int")
+        value = int(value)
+    return value
+
+
+def check_flag(op: str, name: str, value: Any) -> bool:
+    """The value, if it is a bool: the string "False" would be taken for True.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name} is {value!r}; expected True or False")
     return value
 
 

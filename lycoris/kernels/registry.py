@@ -75,6 +75,16 @@ _logged: set[tuple[str, str, str]] = set()
 generation = 0
 
 
+def check_name(where: str, name: Any) -> None:
+    """Checks that a backend is given by its name; whether there is one of it is ``load``'s to say.
+
+    Raises:
+        TypeError: it is no str.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{where}: backend is {type(name).__name__}; expected a backend's name")
+
+
 def names() -> tuple[str, ...]:
     """Every known backend: those in the tree, then the installed plug-ins."""
     return (*BUILT_IN, *_discover())
@@ -92,6 +102,10 @@ def _discover() -> dict[str, str]:
                     found[point.name] = point.value
             _plug_ins = found
     return _plug_ins
+
+
+def _unknown(name: str, by: str = "") -> ValueError:
+    return ValueError(f"unknown backend {name!r}{by}; known: {', '.join((AUTO, *names()))}")
 
 
 def refresh() -> None:
@@ -116,7 +130,7 @@ def load(name: str) -> ModuleType | str:
     if found is None:
         path = BUILT_IN.get(name) or _discover().get(name)
         if path is None:
-            raise ValueError(f"unknown backend {name!r}; known: {', '.join((AUTO, *names()))}")
+            raise _unknown(name)
         with _lock:
             found = _loaded.get(name)
             if found is None:
@@ -258,6 +272,8 @@ def select(
     wanted = override or config.backend_override(op)
     strict = config.strict()
     if wanted != AUTO:
+        if wanted not in BUILT_IN and wanted not in _discover():
+            raise _unknown(wanted, "" if override else f", named by {_named_by(op, override)}")
         reason = capability(wanted, op, family, dims, policy, device)
         if reason:
             raise BackendError(f"{wanted}: can't run {op}: {reason}")
@@ -315,12 +331,14 @@ class use_backend:
         name: a backend's name, or ``auto``.
 
     Raises:
+        TypeError: the name is no str.
         ValueError: the name is unknown; the message lists the known ones.
     """
 
     def __init__(self, name: str) -> None:
+        check_name("use_backend", name)
         if name != AUTO and name not in BUILT_IN and name not in _discover():
-            raise ValueError(f"unknown backend {name!r}; known: {', '.join((AUTO, *names()))}")
+            raise _unknown(name)
         self.name = name
 
     def __enter__(self) -> use_backend:
@@ -333,4 +351,9 @@ class use_backend:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _stack.names.pop()
+        # Its own: a generator may leave its block later than one that was entered after it.
+        names = _stack.names
+        at = len(names) - 1
+        while names[at] != self.name:
+            at -= 1
+        del names[at]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -32,6 +33,21 @@ Mix = tuple[torch.dtype, torch.dtype]
 
 class UsageError(Exception):
     """What the user asked for makes no sense; the message says what would."""
+
+
+def check_target(option: str, path: str | Path) -> None:
+    """Checks that a file can be written, before the work whose results go there.
+
+    Raises:
+        UsageError: it can't.
+    """
+    target = Path(path).absolute()
+    if target.is_dir():
+        raise UsageError(f"{option}: {path} is a folder")
+    if not target.parent.is_dir():
+        raise UsageError(f"{option}: no folder {Path(path).parent}")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise UsageError(f"{option}: {path} can't be written")
 
 
 # ------------------------------------------------------------------------- text and JSON

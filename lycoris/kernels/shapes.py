@@ -15,6 +15,8 @@ from functools import cache
 from torch import Tensor
 
 LEADING = "T"
+#: Elements that no output has: PyTorch counts a tensor's bytes in 63 bits, a workspace's too.
+LARGEST = 2**56
 #: The sizes each symbol stands for: one, or several for a group of dimensions.
 Groups = Mapping[str, tuple[int, ...]]
 
@@ -150,5 +152,12 @@ def bind(
                 f"expected {symbol} to be at least 1"
             )
     out = [(symbol, groups[symbol]) for symbol, _ in parse(shapes["out"])]
+    sizes_out = [size for _, part in out for size in part]
+    # Expanded operands, or a padding, can ask for what no tensor counts; traced sizes are symbols.
+    if all(type(size) is int for size in sizes_out) and math.prod(sizes_out) >= LARGEST:
+        raise ValueError(
+            f"{op}: the output would have shape {tuple(sizes_out)}; expected fewer than 2^56 "
+            "elements"
+        )
     flat["out"] = tuple(dims[symbol] for symbol, _ in out)
     return Binding(dims, flat, tuple(size for _, part in out for size in part))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from lycoris.functional import lora_apply, lora_weight
+from lycoris.functional import OPS, lora_apply, lora_weight
 
 X, UP, DOWN = torch.randn(2, 6, 12), torch.randn(9, 3), torch.randn(3, 12)
 
@@ -186,3 +188,9 @@ def test_fork_while_a_backend_loads() -> None:
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_copy_of_an_op_is_itself() -> None:
+    op = OPS["lora_apply"]
+    assert copy.deepcopy({"op": op})["op"] is op
+    assert pickle.loads(pickle.dumps(op)) is op

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lycoris import functional as F
+from lycoris import use_backend
 from lycoris.functional import lora_apply, lora_weight, peft_rotation
 
 X, UP, DOWN = torch.randn(2, 5, 8), torch.randn(6, 2), torch.randn(2, 8)
@@ -240,3 +242,103 @@ def test_numbers_of_peft_rotations() -> None:
         peft_rotation.skew_from_vectors(torch.ones(2, 6), -3)
     with pytest.raises(ValueError, match="constraint is beyond a float's range"):
         F.oft_weight(SQUARE, SQUARE[None], constraint=10**400)
+
+
+@pytest.mark.parametrize("wrong", [["x"], 3, b"triton", torch])
+def test_a_backend_that_is_no_name(wrong: Any) -> None:
+    kind = type(wrong).__name__
+    with pytest.raises(TypeError, match=f"lora_apply: backend is {kind}; expected a backend's"):
+        lora_apply(X, UP, DOWN, backend=wrong)
+    with pytest.raises(TypeError, match=f"use_backend: backend is {kind}; expected a backend's"):
+        use_backend(wrong)
+
+
+def test_a_butterfly_of_no_or_too_many_stages() -> None:
+    blocks = torch.zeros(1, 2, 4, 4)
+    with pytest.raises(ValueError, match=r"has shape \(0, 2, 4, 4\); expected m, the stages"):
+        F.boft_weight(torch.ones(8, 3), blocks[:0])
+    with pytest.raises(ValueError, match=r"mix groups of 4 \* 2\^999999999999 channels"):
+        F.boft_apply(torch.ones(3, 8), blocks.expand(10**12, 2, 4, 4))
+    with pytest.raises(ValueError, match=r"runs of 4 \* 2\^1000000000000 channels"):
+        peft_rotation.butterfly_permutation(8, 4, 10**12)
+
+
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation"])
+def test_a_convolution_of_numbers_beyond_32_bits(name: str, backend: str | None) -> None:
+    for value in (2**31, 2**62, 10**30):
+        with pytest.raises(ValueError, match=rf"{name} is \({value}, 1\); expected .* 2147483647"):
+            F.lora_conv_apply(
+                IMAGES, UP, torch.ones(2, 4, 3, 3), backend=backend, **{name: (value, 1)}
+            )
+
+
+def test_an_output_that_no_tensor_holds(backend: str | None) -> None:
+    with pytest.raises(ValueError, match=r"the output would have shape \(2, 6, 42949672.*2\^56"):
+        F.lora_conv_apply(IMAGES, UP, torch.ones(2, 4, 3, 3), padding=2**31 - 1, backend=backend)
+    wide = [torch.ones(1).expand(2**30, 1), torch.ones(1).expand(1, 2**30)]
+    with pytest.raises(ValueError, match=r"shape \(1073741824, 1073741824\); expected fewer"):
+        lora_weight(*wide, backend=backend)
+
+
+@pytest.mark.parametrize("wrong", ["False", None, 1, torch.ones(2)])
+def test_no_flag(wrong: Any) -> None:
+    calls = {
+        "ia3_scale: diff": lambda: F.ia3_scale(V, torch.ones(4), diff=wrong),
+        "oft_weight: diff": lambda: F.oft_weight(SQUARE, SQUARE[None], diff=wrong),
+        "boft_apply: diff": lambda: F.boft_apply(SQUARE, SQUARE[None, None], diff=wrong),
+        "dora_weight: detach_norm": lambda: F.dora_weight(SQUARE, SQUARE[0], detach_norm=wrong),
+        "dora_lora_weight: detach_norm": lambda: F.dora_lora_weight(
+            SQUARE, SQUARE[0], SQUARE, SQUARE, detach_norm=wrong
+        ),
+        "dora_apply: detach_norm": lambda: F.dora_apply(
+            SQUARE, SQUARE, SQUARE, SQUARE, SQUARE, SQUARE[0], detach_norm=wrong
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name} is .*; expected True or False"):
+            call()
+
+
+def test_numbers_of_numpy() -> None:
+    kernel = torch.ones(2, 4, 3, 3)
+    one, two = np.int64(1), np.int32(2)
+    out = F.lora_conv_apply(IMAGES, UP, kernel, stride=two, padding=(one, 1), groups=one)
+    assert torch.equal(out, F.lora_conv_apply(IMAGES, UP, kernel, stride=2, padding=1))
+    assert torch.equal(
+        F.ia3_scale(V, torch.ones(3), axis=one, multiplier=np.float32(0.5)),
+        F.ia3_scale(V, torch.ones(3), axis=1, multiplier=0.5),
+    )
+    assert torch.equal(
+        F.oft_apply(SQUARE, SQUARE[None], axis=np.int64(0), constraint=np.float32(0.5)),
+        F.oft_apply(SQUARE, SQUARE[None], axis=0, constraint=0.5),
+    )
+    assert F.factorization(np.int64(12), np.int64(-1)) == (3, 4)
+    for wrong, what in ((np.float64(1), "np.float64"), (np.bool_(True), "np.True_")):
+        with pytest.raises(TypeError, match=f"stride is {what}.*; expected an int or 2"):
+            F.lora_conv_apply(IMAGES, UP, kernel, stride=wrong)  # type: ignore[arg-type]
+
+
+def test_a_constraint_is_a_number() -> None:
+    for wrong in (True, "1", torch.tensor(0.5), 1j):
+        with pytest.raises(TypeError, match=r"constraint is .*; expected a number or None"):
+            F.oft_weight(SQUARE, SQUARE[None], constraint=wrong)  # type: ignore[arg-type]
+    for value in (math.nan, -1):
+        with pytest.raises(ValueError, match=r"constraint is .*; expected a number"):
+            F.oft_weight(SQUARE, SQUARE[None], constraint=value)
+
+
+def test_an_uninitialized_parameter_is_named() -> None:
+    lazy = torch.nn.UninitializedParameter()
+    with pytest.raises(TypeError, match="lora_apply: up is an uninitialized parameter; expected"):
+        lora_apply(X, lazy, DOWN)
+    with pytest.raises(TypeError, match="ia3_scale: v is an uninitialized parameter"):
+        F.ia3_scale(lazy, torch.ones(4))
+
+
+def test_rotations_of_integers() -> None:
+    with pytest.raises(TypeError, match=r"rotate_input: x is torch\.int64; expected a floating"):
+        peft_rotation.rotate_input(torch.ones(3, 4, dtype=torch.int64), SQUARE[None])
+    with pytest.raises(TypeError, match=r"cayley_neumann: skew is torch\.complex64; expected"):
+        peft_rotation.cayley_neumann(SQUARE.to(torch.complex64))
+    with pytest.raises(TypeError, match=r"skew_from_vectors: vectors is torch\.int32; expected"):
+        peft_rotation.skew_from_vectors(torch.ones(2, 6, dtype=torch.int32), 4)

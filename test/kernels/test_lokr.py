@@ -54,6 +54,21 @@ def test_factorization_of_nothing() -> None:
 # --------------------------------------------------------------------------------- definition
 
 
+@pytest.mark.parametrize("empty", "abcdk")
+def test_a_weight_of_nothing_has_its_shape(empty: str) -> None:
+    d = dict(zip("abcdk", (2, 3, 4, 5, 2), strict=True)) | {empty: 0}
+    w1 = torch.ones(d["a"], d["b"], requires_grad=True)
+    shape = (d["a"] * d["c"], d["b"] * d["d"], d["k"])
+    w2 = torch.ones(d["c"], d["d"], d["k"])
+    pair = (torch.ones(d["c"], 1), torch.ones(1, d["d"], d["k"]))
+    triple = (torch.ones(1, d["c"]), torch.ones(1, d["d"]), torch.ones(1, 1, d["k"]))
+    for half in (w2, pair, triple):
+        out = lokr_weight(w1, half)
+        assert out.shape == shape
+        (grad,) = torch.autograd.grad(out.sum(), w1)
+        assert not grad.any()
+
+
 def test_weight_is_the_kronecker_product() -> None:
     w1, w2, base = rand(3, 4), rand(5, 6), rand(15, 24)
     torch.testing.assert_close(lokr_weight(w1, w2, 0.7, base=base), base + 0.7 * torch.kron(w1, w2))

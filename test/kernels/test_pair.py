@@ -119,6 +119,19 @@ def test_what_is_frozen_gets_no_gradient(fused: str) -> None:
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_an_output_without_a_gradient_does_not_ask_for_one(backend: str) -> None:
+    q, p, lam, *frozen = (t.detach() for t in tlora(dtype=F32))
+    frozen = [t.requires_grad_() for t in frozen]
+    mask = torch.ones(3, requires_grad=True)
+    assert not tlora_weight(q, p, lam, *frozen, mask, backend=backend).requires_grad
+    run = torch.compile(
+        lambda *t: tlora_apply(*t, mask, backend=backend), fullgraph=True, backend="aot_eager"
+    )
+    assert not run(rand(4, 7, dtype=F32), q, p, lam, *frozen).requires_grad
+    assert run(rand(4, 7, dtype=F32), q, p.requires_grad_(), lam, *frozen).requires_grad
+
+
 def test_shapes() -> None:
     weight, a1, a2, b1, b2 = (t.detach() for t in glora())
     with pytest.raises(ValueError, match=r"a2 has shape \(2, 6\); expected \(r, I\) with I = 7"):

@@ -210,6 +210,9 @@ def test_merge_refuses_what_autograd_records(backend: str) -> None:
     with torch.inference_mode():
         frozen = torch.zeros(40, 37)
         assert torch.equal(merge_(frozen, delta.detach(), backend=backend), torch.ones(40, 37))
+    with pytest.raises(RuntimeError, match=r"merge_: weight is an inference tensor; change it"):
+        merge_(frozen, delta.detach(), backend=backend)
+    assert torch.equal(frozen, torch.ones(40, 37))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,6 +85,19 @@ def test_the_context_belongs_to_its_thread(ran: list[str]) -> None:
     assert ran == []
 
 
+def test_a_generator_leaves_its_own_context() -> None:
+    def steps() -> Iterator[str | None]:
+        with lycoris.use_backend("tilelang"):
+            yield registry.context_override()
+
+    running = steps()
+    assert next(running) == "tilelang"
+    with lycoris.use_backend("triton"):
+        running.close()
+        assert registry.context_override() == "triton"
+    assert registry.context_override() is None
+
+
 def test_both_halves_keep_the_choice(ran: list[str]) -> None:
     up = UP.clone().requires_grad_()
     with lycoris.use_backend("one"):
@@ -100,9 +113,13 @@ def test_an_unknown_name_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -
         lora_apply(X, UP, DOWN, backend="cuda")
     with pytest.raises(ValueError, match=known):
         lycoris.use_backend("cuda")
-    monkeypatch.setenv("LYCORIS_KERNEL_BACKEND", "cuda")
-    with pytest.raises(ValueError, match=known):
-        lora_apply(X, UP, DOWN)
+    for variable in ("LYCORIS_KERNEL_BACKEND", "LYCORIS_KERNEL_BACKEND_LORA_APPLY"):
+        monkeypatch.setenv(variable, "cuda")
+        known = (
+            rf"unknown backend 'cuda', named by {variable}; known: auto, triton, tilelang, torch"
+        )
+        with pytest.raises(ValueError, match=known):
+            lora_apply(X, UP, DOWN)
 
 
 def test_a_named_backend_that_cannot_serve_raises_its_reason(plug_in: PlugIn) -> None:

@@ -297,9 +297,6 @@ def test_probe_gives_reasons(monkeypatch):
     monkeypatch.setattr(backend, "version", lambda _: backend.TESTED)
     monkeypatch.setenv("PATH", "")
     assert "g++" in backend.probe(CPU)
-    monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert backend.probe(torch.device("cuda", 0)) == "no nvcc"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert "7.5" in backend.probe(torch.device("cuda", 0))
 
@@ -361,7 +358,7 @@ def compile_only():
         print(json.dumps(report))
 
 
-@pytest.mark.skipif(not backend._has_nvcc(), reason="no nvcc")
+@pytest.mark.skipif(backend._no_nvcc() is not None, reason="no nvcc")
 def test_cuda_kernels_compile_without_spills_and_load_vectors():
     command, env = [sys.executable, __file__], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True)

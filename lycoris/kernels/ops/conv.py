@@ -24,6 +24,8 @@ from ..spec import Attribute, Bound, Case, Cost, Operand, OpSpec, Round, registe
 #: in one level. Largest seen on an H200: 928 ULP at K = 8192, where the unfused run has as much.
 CONV_FP32 = 48.0
 
+#: The largest stride, padding or dilation: cuDNN takes 32 bits.
+_LARGEST = 2**31 - 1
 #: The symbols of the spatial dimensions, by their number.
 _DIMS = {1: "W", 2: "HW", 3: "DHW"}
 ATTRIBUTES = (
@@ -74,6 +76,8 @@ def derive_output(
             raise ValueError(f"{op}: {name} is {value}; expected {len(stride)} numbers, as stride")
         if min(value) < low:
             raise ValueError(f"{op}: {name} is {value}; expected numbers of at least {low}")
+        if max(value) > _LARGEST:
+            raise ValueError(f"{op}: {name} is {value}; expected numbers of at most {_LARGEST}")
     groups, (n_out, n_in), (n_x,) = attributes["groups"], channels, sizes["C"]
     if groups < 1:
         raise ValueError(f"{op}: groups is {groups}; expected at least 1")

@@ -24,12 +24,6 @@ def _glora_formula(t: SimpleNamespace, scale: Scale, rnd: Round) -> Tensor:
     return scale * (rnd(t.weight @ t.a1) @ t.a2 + t.b1 @ t.b2)
 
 
-def _ready(run: Schedule, t: SimpleNamespace) -> SimpleNamespace:
-    """The factors in the compute dtype: few distinct kernels to build."""
-    small = {n: getattr(t, n).to(run.policy.compute) for n in ("a1", "a2", "b1", "b2")}
-    return SimpleNamespace(**t.__dict__ | small)
-
-
 def _glora_hidden(run: Schedule, t: SimpleNamespace) -> Tensor:
     hidden = run.empty((t.weight.shape[0], t.a1.shape[1]), run.policy.compute)
     run.matmul(t.weight, t.a1, hidden)
@@ -39,7 +33,6 @@ def _glora_hidden(run: Schedule, t: SimpleNamespace) -> Tensor:
 def _glora_forward(
     run: Schedule, t: SimpleNamespace, scale: Scale, out: Tensor, saved: Any
 ) -> None:
-    t = _ready(run, t)
     hidden = _glora_hidden(run, t)
     product(run, hidden, t.a2, t.b1, t.b2, scale, out, subtract=False)
 
@@ -47,7 +40,6 @@ def _glora_forward(
 def _glora_backward(
     run: Schedule, grad: Tensor, t: SimpleNamespace, saved: Any, scale: Scale, grads: Any
 ) -> None:
-    t = _ready(run, t)
     if grads.b1 is not None:
         run.matmul(grad, t.b2.t(), grads.b1, scale=scale)
     if grads.b2 is not None:

@@ -79,11 +79,12 @@ def ceil_div(size: int, block: int) -> int:
 def _weight_formula(t: SimpleNamespace, scale: Scale, rnd: Round) -> Tensor:
     w1 = t.w1 if t.w1 is not None else t.w1_a @ t.w1_b
     spatial = (t.w2 if t.w2 is not None else t.w2_b if t.t2 is None else t.t2).shape[2:]
+    d = (t.w2 if t.w2 is not None else t.w2_b).shape[1]
     if t.t2 is not None:
         t = SimpleNamespace(**t.__dict__ | fold_core(t))
     w2 = t.w2.flatten(1) if t.w2 is not None else t.w2_a @ t.w2_b.flatten(1)
     out = scale * (w1[:, None, :, None] * w2[None, :, None, :])
-    out = out.reshape(w1.shape[0] * w2.shape[0], -1, *spatial)
+    out = out.reshape(w1.shape[0] * w2.shape[0], w1.shape[1] * d, *spatial)
     return out if t.base is None else t.base + out
 
 

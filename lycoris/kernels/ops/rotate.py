@@ -132,7 +132,12 @@ def _boft_sizes(op: str) -> Any:
                 f"{op}: blocks has shape {(m, n, size, size)} and rotates {n} * {size} channels; "
                 f"expected {channels}"
             )
-        if m < 1 or channels % (size << (m - 1)):
+        if m < 1:
+            raise ValueError(
+                f"{op}: blocks has shape {(m, n, size, size)}; expected m, the stages, to be at "
+                "least 1"
+            )
+        if m > 63 or channels % (size << (m - 1)):  # no dimension has more than 63 bits
             raise ValueError(
                 f"{op}: {m} stages of {size}-wide blocks mix groups of {size} * 2^{m - 1} "
                 f"channels, which do not divide {channels}"

@@ -106,21 +106,19 @@ def _tlora_weight_formula(t: SimpleNamespace, scale: Scale, rnd: Round) -> Tenso
     return scale * (left @ t.q - left0 @ t.q0)
 
 
-def _ready(run: Schedule, t: SimpleNamespace) -> SimpleNamespace:
-    """The small operands in the two dtypes that kernels take: few distinct ones to build."""
-    dtypes = dict.fromkeys(("q", "p", "q0", "p0"), run.policy.compute)
-    dtypes |= dict.fromkeys(("lam", "lam0", "mask"), torch.float32)
-    return SimpleNamespace(**t.__dict__ | {n: getattr(t, n).to(d) for n, d in dtypes.items()})
+def _cast(run: Schedule, p: Tensor) -> Tensor:
+    """p as the policy casts it, which a diagonal, unlike a product, leaves to its caller."""
+    return p.to(run.policy.compute)
 
 
 def _left(run: Schedule, p: Tensor, lam: Tensor, mask: Tensor) -> Tensor:
-    return _diagonal(run, p, lam, mask, run.empty(tuple(p.shape), run.policy.compute))
+    made = run.empty(tuple(p.shape), run.policy.compute)
+    return _diagonal(run, _cast(run, p), lam, mask, made)
 
 
 def _tlora_weight_forward(
     run: Schedule, t: SimpleNamespace, scale: Scale, out: Tensor, saved: Any
 ) -> None:
-    t = _ready(run, t)
     left, left0 = _left(run, t.p, t.lam, t.mask), _left(run, t.p0, t.lam0, t.mask)
     product(run, left, t.q, left0, t.q0, scale, out, subtract=True)
 
@@ -128,7 +126,6 @@ def _tlora_weight_forward(
 def _tlora_weight_backward(
     run: Schedule, grad: Tensor, t: SimpleNamespace, saved: Any, scale: Scale, grads: Any
 ) -> None:
-    t = _ready(run, t)
     if grads.q is not None:
         left = _left(run, t.p, t.lam, t.mask)
         run.matmul(grad.t(), left, grads.q.t(), scale=scale)
@@ -139,7 +136,7 @@ def _tlora_weight_backward(
     if grads.p is not None:
         _diagonal(run, left_grad, t.lam, t.mask, grads.p)
     if grads.lam is not None:
-        _lam_gradient(run, t.p, left_grad, t, grads.lam)
+        _lam_gradient(run, _cast(run, t.p), left_grad, t, grads.lam)
 
 
 def _tlora_weight_cost(d: Mapping[str, int], itemsize: int) -> Cost:
@@ -176,7 +173,6 @@ def _hidden(run: Schedule, plain: Tensor, lam: Tensor, mask: Tensor) -> Tensor:
 def _tlora_apply_forward(
     run: Schedule, t: SimpleNamespace, scale: Scale, out: Tensor, saved: Any
 ) -> None:
-    t = _ready(run, t)
     # Two products of one shape, not one of both factors: made alike, they cancel exactly.
     hidden = _hidden(run, _times(run, t.x, t.q.t()), t.lam, t.mask)
     hidden0 = _hidden(run, _times(run, t.x, t.q0.t()), t.lam0, t.mask)
@@ -186,7 +182,6 @@ def _tlora_apply_forward(
 def _tlora_apply_backward(
     run: Schedule, grad: Tensor, t: SimpleNamespace, saved: Any, scale: Scale, grads: Any
 ) -> None:
-    t = _ready(run, t)
     needs_plain = grads.p is not None or grads.lam is not None
     plain = _times(run, t.x, t.q.t()) if needs_plain else None
     if plain is not None and grads.p is not None:
