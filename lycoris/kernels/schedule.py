@@ -219,9 +219,12 @@ class Schedule:
     ) -> plan.Plan:
         itemsize, units = policy.compute.itemsize, plan.multiprocessors(self.device)
         transposed = a.stride(0) == 1
-        return plan.matmul(
+        tiles = plan.matmul(
             m, b.shape[1], k, itemsize, units, dynamic=dynamic, transposed=transposed
         )
+        if min(a.element_size(), b.element_size()) > itemsize:  # two casts: a longer tile spills
+            tiles = replace(tiles, block_k=min(tiles.block_k, 64))
+        return tiles
 
     def _partials(self, splits: int, out: Tensor) -> Tensor:
         """Room for ``splits`` partial sums of ``out``, each laid out as ``out`` is."""

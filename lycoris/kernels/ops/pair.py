@@ -34,7 +34,9 @@ def product(
         dynamic=dynamic,
         transposed=False,
     )
-    tiles = replace(tiles, splits=1)  # both accumulators meet in the store
+    # Both accumulators meet in the store; in fp32 with odd operands, 4 warps would spill.
+    wide = run.policy.compute.itemsize == 4
+    tiles = replace(tiles, splits=1, num_warps=8 if wide else tiles.num_warps)
     run.launch("pair", "product", a, b, a0, b0, scale, out, subtract, tiles=tiles)
 
 
