@@ -27,6 +27,15 @@ def _block(group, within, low, per):
     return (group // low * per + within) * low + group % low
 
 
+@triton.jit
+def _reversed(y, bits):
+    """The number of up to 8 bits that are y's in reverse."""
+    y = (y & 0x55) << 1 | (y >> 1 & 0x55)
+    y = (y & 0x33) << 2 | (y >> 2 & 0x33)
+    y = (y & 0x0F) << 4 | y >> 4
+    return y >> (8 - bits)
+
+
 @kernel
 def _compose(
     scaled, found,
@@ -41,7 +50,7 @@ def _compose(
     UNIT: tl.constexpr = SIZE // 2
     group = tl.program_id(1)
     c = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
-    y, u = c // UNIT, c % UNIT
+    y, u = _reversed(c // UNIT, stages), c % UNIT
     for at in tl.range(0, stages - 1 if TRANSPOSED else stages):
         stage = at if TRANSPOSED else stages - 1 - at
         inner = y & ((1 << stage) - 1)
@@ -101,9 +110,10 @@ def compose(
     all stages, (groups, width, width), then that of all but the first, and so on; rows are inputs
     and columns outputs, so that N = S^T + N' + S^T N'. N' has entries (r, c) only where stages that
     remain lead from channel r to c: for the product from stage i on, row ``n`` of the (width >> i,
-    width) that are stored is row n // unit * 2^i + y % 2^i, in units, for a column of unit y. Where
-    ``transposed`` the first is the gradient of the first product and the others take theirs, at
-    those entries: G' = G + S G.
+    width) that are stored is row n // unit * 2^i + y % 2^i, in units, for a column of unit y. The
+    columns are in Pass's order: those beside each other are multiplied with the same entries of S.
+    Where ``transposed`` the first is the gradient of the first product and the others take theirs,
+    at those entries: G' = G + S G.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
@@ -144,16 +154,17 @@ def _stage_gradient(
     grad += ((2 * outer + j % 2) * UNIT + j // 2) * width
     after = found + _product(stage + 1, group, groups, width) + (outer * UNIT + k // 2) * width
     # I, then the columns that the row has entries in.
-    start = ((half << stage) + inner) * UNIT
-    total = tl.load(grad + start + (2 * outer << stage) * UNIT + k // 2, mask=ok, other=0.0)
+    y = (half << stage) + inner
+    start = _reversed(y, stages) * UNIT
+    own = _reversed((2 * outer << stage) + y, stages) * UNIT + k // 2
+    total = tl.load(grad + own, mask=ok, other=0.0)
     sums = tl.zeros((ROWS, BLOCK), tl.float64)
     terms = tl.where(stage < stages - 1, width >> stage + 1, 0)
     for tile in tl.range(0, tl.cdiv(terms, ROWS)):
         q = tile * ROWS + tl.arange(0, ROWS)[:, None]
-        c = start + (2 * (q // UNIT) << stage) * UNIT + q % UNIT
         inside = ok & (q < terms)
-        factor = tl.load(after + c, mask=inside, other=0.0)
-        sums += factor * tl.load(grad + c, mask=inside, other=0.0)
+        factor = tl.load(after + start + q, mask=inside, other=0.0)
+        sums += factor * tl.load(grad + start + q, mask=inside, other=0.0)
     total += tl.sum(sums, axis=0)[None, :]
     block = (first + stage) * count + _block(group, within, low, width // SIZE)
     at = block.to(tl.int64) * (SIZE * SIZE) + e % (SIZE * SIZE)
@@ -193,7 +204,7 @@ def stage_gradient(
 @kernel
 def _pack(
     matrix, power, parts,
-    width, pack, groups, packs,
+    unit, stages, width, pack, groups, packs,
     PARTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one pack, in every part."""
@@ -202,7 +213,9 @@ def _pack(
     c = tl.arange(0, PADDED)[None, :]
     group = which * pack + r // width
     ok = (r // width == c // width) & (r // width < pack) & (group < groups)
-    at = (group.to(tl.int64) * width + r % width) * width + c % width
+    p = c % width
+    column = _reversed(p // unit, stages) * unit + p % unit
+    at = (group.to(tl.int64) * width + r % width) * width + column
     value = tl.load(matrix + at, mask=ok, other=0.0)
     if power is not None:
         value /= tl.load(power + which).to(tl.float64)
@@ -225,8 +238,9 @@ def pack(
 ) -> Launch:
     """M of every group, on the diagonal of its pack, in parts of fewer digits whose sum it is.
 
-    ``matrix`` (groups, width, width) fp64; ``power`` (packs,) fp32 divides it, if given; ``parts``
-    (parts, packs, padded, padded) in any dtype, zero beside the groups.
+    ``matrix`` (groups, width, width) fp64, its columns in Pass's order; ``power`` (packs,) fp32
+    divides it, if given; ``parts`` (parts, packs, padded, padded) in any dtype, zero beside the
+    groups, rows and columns by position.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
@@ -238,7 +252,7 @@ def pack(
         "num_warps": plan.num_warps,
     }
     grid = (part.packs, part.padded // plan.block_m)
-    fixed = (part.width, part.pack, part.groups, part.packs)
+    fixed = (part.unit, part.stages, part.width, part.pack, part.groups, part.packs)
     launch = _pack.prepare(grid, (matrix, power, parts), options, fixed)
     return lambda matrix, power, parts, part: launch(matrix, power, parts)
 
@@ -246,7 +260,7 @@ def pack(
 @kernel
 def _unpack(
     total, out,
-    shares, width, pack, groups, packs,
+    shares, unit, stages, width, pack, groups, packs,
     PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements of the groups, each the sum of its shares in order."""
@@ -260,7 +274,8 @@ def _unpack(
     for share in tl.range(0, shares):
         sums += tl.load(at, mask=ok, other=0.0).to(tl.float64)
         at += tl.cast(packs, tl.int64) * PADDED * PADDED
-    tl.store(out + e, sums, mask=ok)
+    column = _reversed(c // unit, stages) * unit + c % unit
+    tl.store(out + row * width + column, sums, mask=ok)
 
 
 @prepared
@@ -270,13 +285,14 @@ def unpack(
     """The sum of the shares of v^T g, by group.
 
     ``total`` (shares, packs, padded, padded) fp32, as ``gram`` leaves it; ``out`` (groups, width,
-    width) fp64.
+    width) fp64, its columns in Pass's order.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
     options = {"PADDED": part.padded, "BLOCK": plan.block_n, "num_warps": plan.num_warps}
     grid = (triton.cdiv(part.groups * part.width**2, plan.block_n),)
-    fixed = (total.shape[0], part.width, part.pack, part.groups, part.packs)
+    layout = (part.unit, part.stages, part.width, part.pack, part.groups, part.packs)
+    fixed = (total.shape[0], *layout)
     launch = _unpack.prepare(grid, (total, out), options, fixed)
     return lambda total, out, part: launch(total, out)

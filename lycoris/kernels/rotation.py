@@ -33,6 +33,10 @@ class Pass:
     Position p of group g is channel ``unit * (hi * 2^stages * low + y * low + g % low) + p % unit``
     with y = p // unit and hi = g // low; for ``low`` = 1 that is g * width + p.
 
+    The small matrices of a butterfly (groups, width, width) have their columns in another order:
+    column c is position ``reversed(c // unit) * unit + c % unit``, with the ``stages`` bits of the
+    unit's number reversed. What shares blocks in the first stages is then a range of columns.
+
     Attributes:
         size: of a block.
         butterfly: whether the blocks are a butterfly's.

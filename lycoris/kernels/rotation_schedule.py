@@ -88,7 +88,7 @@ def _products(run: Schedule, scaled: Tensor, part: Pass) -> Tensor:
 
 
 def _first(products: Tensor, part: Pass) -> Tensor:
-    """M, or its gradient: (groups, width, width), rows inputs and columns outputs."""
+    """M, or its gradient: (groups, width, width), rows inputs, columns outputs as in Pass."""
     size = part.groups * part.width**2
     return products[:size].view(part.groups, part.width, part.width)
 
@@ -131,7 +131,7 @@ def _matrices(
     count = 1 if compute is torch.float32 else 3 if wide else 2
     parts = run.empty((count, part.packs, part.padded, part.padded), compute)
     if rescale is not None:
-        matrix = matrix * algebra.by_position(rescale, part)[:, None]
+        matrix = matrix * algebra.by_column(rescale, part)[:, None]
     power = algebra.power(matrix, part) if compute is torch.float16 else None
     run.launch("rotate", "pack", matrix, power, parts, part, tiles=pack_plan(part, run.device))
     return _Matrices(parts, power)
@@ -270,11 +270,11 @@ def _backward(
         run.launch("rotate", "unpack", total, sums, part, tiles=unpack_plan(run.device))
         if last and grads.rescale is not None:
             # y's own columns: sum_t g (v + v M), and v^T g is at hand.
-            columns = (_first(found[at], part) * sums).sum(1) + sums.diagonal(dim1=1, dim2=2)
+            columns = (_first(found[at], part) * sums).sum(1) + algebra.own(sums, part)
             grads.rescale.copy_(algebra.by_channel(columns, part))
         if deltas is not None:
             if rescale is not None:
-                sums *= algebra.by_position(rescale, part)[:, None]
+                sums *= algebra.by_column(rescale, part)[:, None]
             if part.butterfly:
                 _stage_gradients(run, chained, found[at], scaled, part, deltas)
         if target is None:
