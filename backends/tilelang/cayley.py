@@ -83,6 +83,16 @@ def invert_kernel(tile: int, read_dtype: str, holds: bool, threads: int) -> Any:
 
     n, h, m = (T.dynamic(name, "int64") for name in "nhm")
 
+    @T.macro
+    def step(v: Any, value: Any, after: Any, k: Any) -> None:
+        for i, j in T.Parallel(tile, tile):
+            inverse = T.float64(1) / (1 + v[k, k])
+            scaled = v[i, k] * inverse
+            rest = v[i, j] - scaled * v[k, j]
+            other = T.if_then_else(i == k, v[k, j] * inverse, rest)
+            value[i, j] = T.if_then_else(j == k, -scaled, other)
+        T.copy(value, after)
+
     @T.prim_func
     def invert(
         source: T.Tensor((n,), read_dtype),
@@ -92,27 +102,24 @@ def invert_kernel(tile: int, read_dtype: str, holds: bool, threads: int) -> Any:
         size: T.int32,
     ) -> None:
         with T.Kernel(count, threads=threads) as block:
-            v = T.alloc_shared((tile, tile), "float64")
+            even = T.alloc_shared((tile, tile), "float64")
+            odd = T.alloc_shared((tile, tile), "float64")
             value = T.alloc_fragment((tile, tile), "float64")
             start = T.cast(block, "int64") * (size * size)
             for i, j in T.Parallel(tile, tile):
                 if i < size and j < size:
                     upper = T.cast(source[start + i * size + j], "float64")
                     lower = T.cast(source[start + j * size + i], "float64")
-                    v[i, j] = (lower - upper) * (held[0] if holds else T.float64(1))
+                    even[i, j] = (lower - upper) * (held[0] if holds else T.float64(1))
                 else:
-                    v[i, j] = 0
-            for k in T.serial(size):
-                for i, j in T.Parallel(tile, tile):
-                    inverse = T.float64(1) / (1 + v[k, k])
-                    scaled = v[i, k] * inverse
-                    rest = v[i, j] - scaled * v[k, j]
-                    other = T.if_then_else(i == k, v[k, j] * inverse, rest)
-                    value[i, j] = T.if_then_else(j == k, -scaled, other)
-                T.copy(value, v)
+                    even[i, j] = 0
+            # A step on what lies beyond the block changes nothing.
+            for pair in T.serial(T.ceildiv(size, 2)):
+                step(even, value, odd, 2 * pair)
+                step(odd, value, even, 2 * pair + 1)
             for i, j in T.Parallel(tile, tile):
                 if i < size and j < size:
-                    out[start + i * size + j] = 2 * v[i, j]
+                    out[start + i * size + j] = 2 * even[i, j]
 
     return invert
 
@@ -224,7 +231,7 @@ def cayley_gradient(
     """
     count, size, _ = delta.shape
     stored = "float64" if out.dtype is torch.float64 else NAMES[out.dtype]
-    params = (max(16, plan.block_n), stored, THREADS)
+    params = (max(16, plan.block_n), stored, 32 * plan.num_warps)
     kernel = build(cayley_gradient_kernel, params, delta.device)
 
     def launch(delta: torch.Tensor, deltas: torch.Tensor, out: torch.Tensor) -> None:
@@ -249,6 +256,7 @@ def cayley_gradient_kernel(tile: int, stored: str, threads: int) -> Any:
     ) -> None:
         with T.Kernel(count, threads=threads) as block:
             inverse = T.alloc_shared((tile, tile), "float64")
+            turned = T.alloc_shared((tile, tile), "float64")
             middle = T.alloc_shared((tile, tile), "float64")
             left = T.alloc_shared((tile, tile), "float64")
             z = T.alloc_shared((tile, tile), "float64")
@@ -257,19 +265,24 @@ def cayley_gradient_kernel(tile: int, stored: str, threads: int) -> Any:
                 if i < size and j < size:
                     at = (T.cast(block, "int64") * size + i) * size + j
                     unit = T.if_then_else(i == j, T.float64(1), T.float64(0))
+                    mirrored = (T.cast(block, "int64") * size + j) * size + i
                     inverse[i, j] = unit + delta[at] / 2
+                    turned[i, j] = unit + delta[mirrored] / 2
                     middle[i, j] = deltas[at]
-            for i, j in T.Parallel(tile, tile):
-                sums[i, j] = 0
-                if i < size and j < size:
-                    for k in T.serial(size):
-                        sums[i, j] += inverse[k, i] * middle[k, j]
+                else:
+                    inverse[i, j] = 0
+                    turned[i, j] = 0
+                    middle[i, j] = 0
+            # A thread's sums grow together: none waits for the addition before its own.
+            T.clear(sums)
+            for k in T.serial(size):
+                for i, j in T.Parallel(tile, tile):
+                    sums[i, j] += inverse[k, i] * middle[k, j]
             T.copy(sums, left)
-            for i, j in T.Parallel(tile, tile):
-                sums[i, j] = 0
-                if i < size and j < size:
-                    for k in T.serial(size):
-                        sums[i, j] += left[i, k] * inverse[j, k]
+            T.clear(sums)
+            for k in T.serial(size):
+                for i, j in T.Parallel(tile, tile):
+                    sums[i, j] += left[i, k] * turned[k, j]
             T.copy(sums, z)
             for i, j in T.Parallel(tile, tile):
                 if i < size and j < size:

@@ -115,12 +115,13 @@ def passes(stages: int, size: int, channels: int, butterfly: bool) -> tuple[Pass
 def solve_plan(size: int, device: torch.device) -> Plan:
     """block_m: blocks solved side by side; block_n: columns of a tile.
 
-    A block of one tile is one warp's: what it sums is then a matter of shuffles.
+    A block of up to 16 is one warp's: what it sums is then a matter of shuffles. One of 32 has four
+    times the products, and keeps all of a multiprocessor's fp64 units busy.
     """
     simulated = not multiprocessors(device)
     tile = min(TILE // 2 if simulated else TILE, power_of_2(size))
     elements = 4096 if simulated else 256  # an interpreter pays by the operation
-    return Plan(max(1, elements // (tile * tile)), tile, tile, 1 if size <= tile else 4, 1)
+    return Plan(max(1, elements // (tile * tile)), tile, tile, 1 if size <= 16 else 4, 1)
 
 
 def return_plan(size: int, device: torch.device) -> Plan:
