@@ -11,6 +11,7 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 from lycoris.kernels.rotation import Pass
 
+from .cayley import sum_of_shares
 from .common import kernel
 
 
@@ -270,10 +271,7 @@ def _unpack(
     first = group % pack * width
     at = total + (group // pack * PADDED + first + r) * PADDED + first + c
     ok = group < groups
-    sums = tl.zeros((BLOCK,), tl.float64)
-    for share in tl.range(0, shares):
-        sums += tl.load(at, mask=ok, other=0.0).to(tl.float64)
-        at += tl.cast(packs, tl.int64) * PADDED * PADDED
+    sums = sum_of_shares(at, shares, tl.cast(packs, tl.int64) * PADDED * PADDED, ok)
     column = _reversed(c // unit, stages) * unit + c % unit
     tl.store(out + row * width + column, sums, mask=ok)
 

@@ -181,8 +181,17 @@ def test_the_gradient_of_a_solve(fused: str, size: int, tile: int) -> None:
     how = {"plan": Plan(1, tile, tile, 4, 1), "policy": Policy(torch.float32, torch.float32)}
     rotate.eliminate(blocks.float(), None, None, delta, 0, **how)
     torch.testing.assert_close(delta, exact, atol=1e-6, rtol=1e-6)
-    rotate.cayley_gradient(exact, deltas, out, **how)
+    rotate.cayley_gradient(exact, deltas[None], out, 1, **how)
     torch.testing.assert_close(out, want, atol=2e-6, rtol=2e-6)
+    # The same from shares of packs of two, with something else beside the blocks.
+    shares = torch.full((6, 2, 2 * tile, 2 * tile), float("nan"))
+    weights = torch.tensor([0.5, -1.0, 0.25, 0.25, 2.0, -1.0])
+    for block in range(3):
+        rows = slice(block % 2 * size, (block % 2 + 1) * size)
+        shares[:, block // 2, rows, rows] = weights[:, None, None] * deltas[block].float()
+    again = torch.full_like(out, float("nan"))
+    rotate.cayley_gradient(exact, shares, again, 2, **how)
+    torch.testing.assert_close(again, want, atol=1e-5, rtol=1e-5)
 
 
 # --------------------------------------------------------------------------------- errors
