@@ -1,7 +1,7 @@
 """The small matrices of a rotation, in fp64: stages multiplied, packed, and their gradients.
 
-Sizes are arguments, so that one build serves every shape; on CUDA one for each block size of a
-butterfly, whose sums are unrolled then.
+Sizes are arguments, so that one build serves every shape; on CUDA there is one for each block size
+and width of a group, whose sums are unrolled, and whose divisions are shifts.
 """
 
 # No annotations import from __future__: TileLang evaluates a prim_func's annotations in its scope.
@@ -263,7 +263,8 @@ def pack(
         KernelBuildError: the kernel can't be built.
     """
     divided = power is not None
-    kernel = build(pack_kernel, (parts.dtype, divided, PACKERS), matrix.device)
+    sizes = (part.unit, part.width, part.padded) if matrix.is_cuda else None
+    kernel = build(pack_kernel, (parts.dtype, divided, sizes, PACKERS), matrix.device)
     numbers = (part.padded.bit_length() - 1, part.pack, part.unit, part.stages)
 
     def launch(
@@ -275,12 +276,14 @@ def pack(
     return launch
 
 
-def pack_kernel(dtype: torch.dtype, divided: bool, threads: int) -> Any:
+def pack_kernel(
+    dtype: torch.dtype, divided: bool, sizes: tuple[int, int, int] | None, threads: int
+) -> Any:
     """PACKED elements of one pack, in every part; a pack has 2^bits columns."""
     import tilelang.language as T
 
-    names = ("groups", "width", "powers", "pieces", "packs", "padded")
-    groups, width, powers, pieces, packs, padded = map(T.dynamic, names)
+    groups, powers, pieces, packs = map(T.dynamic, ("groups", "powers", "pieces", "packs"))
+    width, padded = map(T.dynamic, ("width", "padded")) if sizes is None else sizes[1:]
     stored = NAMES[dtype]
 
     @T.prim_func
@@ -288,10 +291,11 @@ def pack_kernel(dtype: torch.dtype, divided: bool, threads: int) -> Any:
         matrix: T.Tensor((groups, width, width), "float64"),
         power: T.Tensor((powers,), "float32"),
         parts: T.Tensor((pieces, packs, padded, padded), stored),
-        bits: T.int32, pack: T.int32, unit: T.int32, stages: T.int32,
+        bits: T.int32, pack: T.int32, given: T.int32, stages: T.int32,
     ) -> None:  # fmt: skip
         with T.Kernel(T.ceildiv(padded * padded, PACKED), packs, threads=threads) as (bx, which):
             value = T.alloc_fragment((PACKED,), "float64")
+            unit = given if sizes is None else sizes[0]
             for e in T.Parallel(PACKED):
                 r, c = (bx * PACKED + e) >> bits, (bx * PACKED + e) & (padded - 1)
                 within = div(r, width)
@@ -326,7 +330,8 @@ def unpack(
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    kernel = build(unpack_kernel, (ADDERS,), total.device)
+    sizes = (part.unit, part.width, part.padded) if total.is_cuda else None
+    kernel = build(unpack_kernel, (sizes, ADDERS), total.device)
 
     def launch(total: torch.Tensor, out: torch.Tensor, part: Pass) -> None:
         kernel(total, out, part.pack, part.unit, part.stages)
@@ -334,21 +339,22 @@ def unpack(
     return launch
 
 
-def unpack_kernel(threads: int) -> Any:
+def unpack_kernel(sizes: tuple[int, int, int] | None, threads: int) -> Any:
     """SUMMED elements of one group, each the sum of its shares in order."""
     import tilelang.language as T
 
-    names = ("shares", "packs", "padded", "groups", "width")
-    shares, packs, padded, groups, width = map(T.dynamic, names)
+    shares, packs, groups = map(T.dynamic, ("shares", "packs", "groups"))
+    width, padded = map(T.dynamic, ("width", "padded")) if sizes is None else sizes[1:]
 
     @T.prim_func
     def unpack(
         total: T.Tensor((shares, packs, padded, padded), "float32"),
         out: T.Tensor((groups, width, width), "float64"),
-        pack: T.int32, unit: T.int32, stages: T.int32,
+        pack: T.int32, given: T.int32, stages: T.int32,
     ) -> None:  # fmt: skip
         with T.Kernel(T.ceildiv(width * width, SUMMED), groups, threads=threads) as (bx, group):
             sums = T.alloc_fragment((SUMMED,), "float64")
+            unit = given if sizes is None else sizes[0]
             for e in T.Parallel(SUMMED):
                 r, c = div(bx * SUMMED + e, width), mod(bx * SUMMED + e, width)
                 sums[e] = 0

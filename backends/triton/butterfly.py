@@ -163,7 +163,7 @@ def _stage_gradient(
     terms = tl.where(stage < stages - 1, width >> stage + 1, 0)
     for tile in tl.range(0, tl.cdiv(terms, ROWS)):
         q = tile * ROWS + tl.arange(0, ROWS)[:, None]
-        inside = ok & (q < terms)
+        inside = ok & (q // 2 * 2 < terms)  # terms are even: two are loaded at once
         factor = tl.load(after + start + q, mask=inside, other=0.0)
         sums += factor * tl.load(grad + start + q, mask=inside, other=0.0)
     total += tl.sum(sums, axis=0)[None, :]
@@ -205,18 +205,19 @@ def stage_gradient(
 @kernel
 def _pack(
     matrix, power, parts,
-    unit, stages, width, pack, groups, packs,
-    PARTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    stages, pack, groups, packs,
+    UNIT: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one pack, in every part."""
     which = tl.program_id(0)
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, PADDED)[None, :]
-    group = which * pack + r // width
-    ok = (r // width == c // width) & (r // width < pack) & (group < groups)
-    p = c % width
-    column = _reversed(p // unit, stages) * unit + p % unit
-    at = (group.to(tl.int64) * width + r % width) * width + column
+    group = which * pack + r // WIDTH
+    ok = (r // WIDTH == c // WIDTH) & (r // WIDTH < pack) & (group < groups)
+    p = c % WIDTH
+    column = _reversed(p // UNIT, stages) * UNIT + p % UNIT
+    at = (group.to(tl.int64) * WIDTH + r % WIDTH) * WIDTH + column
     value = tl.load(matrix + at, mask=ok, other=0.0)
     if power is not None:
         value /= tl.load(power + which).to(tl.float64)
@@ -247,13 +248,15 @@ def pack(
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
     options = {
+        "UNIT": part.unit,
+        "WIDTH": part.width,
         "PARTS": parts.shape[0],
         "PADDED": part.padded,
         "ROWS": plan.block_m,
         "num_warps": plan.num_warps,
     }
     grid = (part.packs, part.padded // plan.block_m)
-    fixed = (part.unit, part.stages, part.width, part.pack, part.groups, part.packs)
+    fixed = (part.stages, part.pack, part.groups, part.packs)
     launch = _pack.prepare(grid, (matrix, power, parts), options, fixed)
     return lambda matrix, power, parts, part: launch(matrix, power, parts)
 
@@ -261,19 +264,19 @@ def pack(
 @kernel
 def _unpack(
     total, out,
-    shares, unit, stages, width, pack, groups, packs,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    shares, stages, pack, groups, packs,
+    UNIT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements of the groups, each the sum of its shares in order."""
-    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row = e // width
-    group, r, c = row // width, row % width, e % width
-    first = group % pack * width
-    at = total + (group // pack * PADDED + first + r) * PADDED + first + c
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = e // WIDTH
+    group, r, c = row // WIDTH, row % WIDTH, e % WIDTH
+    first = group % pack * WIDTH
+    at = total + (group // pack * PADDED + first + r).to(tl.int64) * PADDED + first + c
     ok = group < groups
     sums = sum_of_shares(at, shares, tl.cast(packs, tl.int64) * PADDED * PADDED, ok)
-    column = _reversed(c // unit, stages) * unit + c % unit
-    tl.store(out + row * width + column, sums, mask=ok)
+    column = _reversed(c // UNIT, stages) * UNIT + c % UNIT
+    tl.store(out + row.to(tl.int64) * WIDTH + column, sums, mask=ok)
 
 
 @prepared
@@ -288,9 +291,14 @@ def unpack(
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
-    options = {"PADDED": part.padded, "BLOCK": plan.block_n, "num_warps": plan.num_warps}
+    options = {
+        "UNIT": part.unit,
+        "WIDTH": part.width,
+        "PADDED": part.padded,
+        "BLOCK": plan.block_n,
+        "num_warps": plan.num_warps,
+    }
     grid = (triton.cdiv(part.groups * part.width**2, plan.block_n),)
-    layout = (part.unit, part.stages, part.width, part.pack, part.groups, part.packs)
-    fixed = (total.shape[0], *layout)
+    fixed = (total.shape[0], part.stages, part.pack, part.groups, part.packs)
     launch = _unpack.prepare(grid, (total, out), options, fixed)
     return lambda total, out, part: launch(total, out)
