@@ -195,7 +195,7 @@ def _cayley_gradient(
         half = tl.zeros((NB, TILE, TILE), tl.float64)
         z = tl.zeros((NB, TILE, TILE), tl.float64)
         ok_i, ok_j = (block >= 0) & (i < size), (block >= 0) & (j < size)
-        for k in tl.static_range(TILE):
+        for k in tl.range(0, TILE):  # unrolled, it spills on sm_80
             # Row k of N by rows of the result, row k of dD by its columns.
             n = tl.load(delta + start + k * size + i, mask=ok_i & (k < size), other=0.0) * 0.5
             n += tl.where(i == k, 1.0, 0.0).to(tl.float64)
