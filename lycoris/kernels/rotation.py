@@ -152,7 +152,7 @@ def stage_plan(part: Pass, device: torch.device) -> Plan:
 
 def unpack_plan(device: torch.device) -> Plan:
     """block_n elements at once."""
-    return Plan(1, 1024 if multiprocessors(device) else 8192, 1, 4, 1)
+    return Plan(1, 512 if multiprocessors(device) else 8192, 1, 4, 1)
 
 
 def rotate_plan(
