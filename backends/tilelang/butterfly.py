@@ -1,6 +1,7 @@
 """The small matrices of a rotation, in fp64: stages multiplied, packed, and their gradients.
 
-Sizes are arguments, so that one build serves every shape.
+Sizes are arguments, so that one build serves every shape; on CUDA there is one for each block size
+and width of a group, whose sums are unrolled, and whose divisions are shifts.
 """
 
 # No annotations import from __future__: TileLang evaluates a prim_func's annotations in its scope.
@@ -19,8 +20,8 @@ from .rotation_layout import div, mod
 
 #: Columns that go through the stages of a butterfly together, rows at once: one for each thread.
 COLS, ROWS = 8, 32
-#: Entries of a gradient that a program sums, and shares of the rows for each.
-ENTRIES, SHARES = 64, 4
+#: Entries of a gradient that a program sums, and neighbouring terms of each at once.
+ENTRIES, SHARES = 32, 8
 #: Elements that a program packs, and its threads.
 PACKED, PACKERS = 1024, 256
 #: Elements that a program sums shares of, and its threads.
@@ -36,6 +37,14 @@ def _product(T: Any, stage: Any, group: Any, groups: Any, width: Any) -> Any:
 def _block(group: Any, within: Any, low: Any, per: Any) -> Any:
     """The number of a block among a stage's: of block ``within`` of a group that has ``per``."""
     return (div(group, low) * per + within) * low + mod(group, low)
+
+
+def _reversed(y: Any, bits: Any) -> Any:
+    """The number of up to 8 bits that are y's in reverse."""
+    y = ((y & 0x55) << 1) | ((y >> 1) & 0x55)
+    y = ((y & 0x33) << 2) | ((y >> 2) & 0x33)
+    y = ((y & 0x0F) << 4) | (y >> 4)
+    return y >> (8 - bits)
 
 
 @prepared
@@ -54,40 +63,50 @@ def compose(
     all stages, (groups, width, width), then that of all but the first, and so on; rows are inputs
     and columns outputs, so that N = S^T + N' + S^T N'. N' has entries (r, c) only where stages that
     remain lead from channel r to c: for the product from stage i on, row ``n`` of the (width >> i,
-    width) that are stored is row n // unit * 2^i + y % 2^i, in units, for a column of unit y. Where
-    ``transposed`` the first is the gradient of the first product and the others take theirs, at
-    those entries: G' = G + S G.
+    width) that are stored is row n // unit * 2^i + y % 2^i, in units, for a column of unit y. The
+    columns are in Pass's order: those beside each other are multiplied with the same entries of S.
+    Where ``transposed`` the first is the gradient of the first product and the others take theirs,
+    at those entries: G' = G + S G.
 
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    kernel = build(compose_kernel, (transposed, ROWS * COLS), scaled.device)
+    size = part.size if scaled.is_cuda else None
+    kernel = build(compose_kernel, (transposed, size, ROWS * COLS), scaled.device)
 
     def launch(scaled: torch.Tensor, found: torch.Tensor, part: Pass, transposed: bool) -> None:
-        kernel(scaled, found, part.stages, part.first, part.low, part.width, part.groups)
+        numbers = (part.stages, part.first, part.low, part.width, part.groups, scaled.shape[1])
+        kernel(scaled.view(-1), found, part.size, *numbers)
 
     return launch
 
 
-def compose_kernel(transposed: bool, threads: int) -> Any:
+def compose_kernel(transposed: bool, width_of_block: int | None, threads: int) -> Any:
     """Some columns of one group through every stage: a stage mixes the rows of a column."""
     import tilelang.language as T
 
-    every, count, size = map(T.dynamic, ("every", "count", "size"))
-    entries = T.dynamic("entries", "int64")
+    blocks, entries = (T.dynamic(name, "int64") for name in ("blocks", "entries"))
 
     @T.prim_func
     def compose(
-        scaled: T.Tensor((every, count, size, size), "float64"),
+        scaled: T.Tensor((blocks,), "float64"),
         found: T.Tensor((entries,), "float64"),
-        stages: T.int32, first: T.int32, low: T.int32, width: T.int32, groups: T.int32,
+        given: T.int32, stages: T.int32, first: T.int32, low: T.int32, width: T.int32,
+        groups: T.int32, count: T.int32,
     ) -> None:  # fmt: skip
         with T.Kernel(T.ceildiv(width, COLS), groups, threads=threads) as (bx, group):
             T.annotate_min_blocks_per_sm(2)
             # What the stage before left, and what this one makes.
             held = T.alloc_shared((2, WIDEST, COLS), "float64")
             value = T.alloc_fragment((ROWS, COLS), "float64")
+            # Looked up, where the index of every element would divide anew.
+            units = T.alloc_shared((COLS,), "int32")
+            own_block = T.alloc_shared((1,), "int32")
+            size = given if width_of_block is None else width_of_block
             unit = size >> 1
+            for q in T.Parallel(COLS):
+                units[q] = _reversed(div(bx * COLS + q, unit), stages)
+            own_block[0] = _block(group, 0, low, div(width, size))
             if transposed:
                 for tile in T.serial(T.ceildiv(width, ROWS)):
                     for a, q in T.Parallel(ROWS, COLS):
@@ -106,29 +125,29 @@ def compose_kernel(transposed: bool, threads: int) -> Any:
                         n, c = tile * ROWS + a, bx * COLS + q
                         value[a, q] = 0
                         if n < stored and c < width:
-                            y = div(c, unit)
-                            half = (y >> stage) & 1
+                            half = (units[q] >> stage) & 1
                             outer = div(n, unit if transposed else size)
                             own = mod(n, unit)
-                            within = (outer << stage) + (y & ((T.int32(1) << stage) - 1))
-                            block = _block(group, within, low, div(width, size))
+                            inner = units[q] & ((T.int32(1) << stage) - 1)
+                            block = own_block[0] + ((outer << stage) + inner) * low
+                            entry = T.cast((first + stage) * count + block, "int64") * (size * size)
                             if transposed:
                                 value[a, q] = held[now, (2 * outer + half) * unit + own, q]
                                 for j in T.serial(size):
                                     row = (2 * outer + (j & 1)) * unit + (j >> 1)
-                                    factor = scaled[first + stage, block, 2 * own + half, j]
+                                    factor = scaled[entry + (2 * own + half) * size + j]
                                     value[a, q] += held[now, row, q] * factor
                             else:
                                 bit = div(n, unit) & 1
                                 j = 2 * own + bit
-                                if outer == y >> (stage + 1):
+                                if outer == units[q] >> (stage + 1):
                                     k = 2 * mod(c, unit) + half
-                                    value[a, q] = scaled[first + stage, block, k, j]
+                                    value[a, q] = scaled[entry + k * size + j]
                                 if at > 0:
                                     if bit == half:
                                         value[a, q] += held[now, outer * unit + own, q]
                                     for i in T.serial(unit):
-                                        factor = scaled[first + stage, block, 2 * i + half, j]
+                                        factor = scaled[entry + (2 * i + half) * size + j]
                                         value[a, q] += held[now, outer * unit + i, q] * factor
                             found[begin + n * width + c] = value[a, q]
                     for a, q in T.Parallel(ROWS, COLS):
@@ -155,7 +174,8 @@ def stage_gradient(
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    kernel = build(stage_gradient_kernel, (ENTRIES * SHARES,), found.device)
+    size = part.size if found.is_cuda else None
+    kernel = build(stage_gradient_kernel, (size, ENTRIES * SHARES), found.device)
 
     def launch(found: torch.Tensor, grads: torch.Tensor, deltas: torch.Tensor, part: Pass) -> None:
         kernel(
@@ -166,11 +186,12 @@ def stage_gradient(
     return launch
 
 
-def stage_gradient_kernel(threads: int) -> Any:
+def stage_gradient_kernel(width_of_block: int | None, threads: int) -> Any:
     """ENTRIES entries of the gradients of one stage's blocks in one group."""
     import tilelang.language as T
 
-    every, count, size = map(T.dynamic, ("every", "count", "size"))
+    every, count = map(T.dynamic, ("every", "count"))
+    size = width_of_block or T.dynamic("size")
     entries = T.dynamic("entries", "int64")
 
     @T.prim_func
@@ -183,13 +204,13 @@ def stage_gradient_kernel(threads: int) -> Any:
         with T.Kernel(T.ceildiv(width * size, ENTRIES), groups, stages, threads=threads) as (
             bx, group, stage,
         ):  # fmt: skip
-            share = T.alloc_fragment((SHARES, ENTRIES), "float64")
-            total = T.alloc_shared((SHARES, ENTRIES), "float64")
+            share = T.alloc_fragment((ENTRIES, SHARES), "float64")
+            total = T.alloc_shared((ENTRIES, SHARES), "float64")
             unit = size >> 1
             terms = T.if_then_else(stage < stages - 1, width >> (stage + 1), 0)
-            for s, q in T.Parallel(SHARES, ENTRIES):
+            for q, s in T.Parallel(ENTRIES, SHARES):
                 e = bx * ENTRIES + q
-                share[s, q] = 0
+                share[q, s] = 0
                 if e < width * size:
                     within = div(e, size * size)
                     k, j = mod(div(e, size), size), mod(e, size)
@@ -199,14 +220,15 @@ def stage_gradient_kernel(threads: int) -> Any:
                     after = _product(T, stage + 1, group, groups, width)
                     after_row = after + (outer * unit + (k >> 1)) * width
                     # The columns that the row has entries in.
-                    start = (((k & 1) << stage) + inner) * unit
+                    y = ((k & 1) << stage) + inner
+                    start = _reversed(y, stages) * unit + s
                     if s == 0:  # I G^T
-                        share[s, q] = grads[grad + start + ((2 * outer) << stage) * unit + (k >> 1)]
+                        own = _reversed(((2 * outer) << stage) + y, stages) * unit + (k >> 1)
+                        share[q, s] = grads[grad + own]
                     for tile in T.serial(T.ceildiv(terms, SHARES)):
-                        term = tile * SHARES + s
-                        if term < terms:
-                            c = start + ((2 * div(term, unit)) << stage) * unit + mod(term, unit)
-                            share[s, q] += found[after_row + c] * grads[grad + c]
+                        if tile * SHARES + s < terms:
+                            c = start + tile * SHARES
+                            share[q, s] += found[after_row + c] * grads[grad + c]
             T.copy(share, total)
             for q in T.Parallel(ENTRIES):
                 e = bx * ENTRIES + q
@@ -214,9 +236,9 @@ def stage_gradient_kernel(threads: int) -> Any:
                     within = div(e, size * size)
                     block = _block(group, within, low, div(width, size))
                     for s in T.serial(1, SHARES):
-                        total[0, q] += total[s, q]
+                        total[q, 0] += total[q, s]
                     at_k, at_j = mod(div(e, size), size), mod(e, size)
-                    deltas[first + stage, block, at_k, at_j] = total[0, q]
+                    deltas[first + stage, block, at_k, at_j] = total[q, 0]
 
     return stage_gradient
 
@@ -233,15 +255,17 @@ def pack(
 ) -> Launch:
     """M of every group, on the diagonal of its pack, in parts of fewer digits whose sum it is.
 
-    ``matrix`` (groups, width, width) fp64; ``power`` (packs,) fp32 divides it, if given; ``parts``
-    (parts, packs, padded, padded) in any dtype, zero beside the groups.
+    ``matrix`` (groups, width, width) fp64, its columns in Pass's order; ``power`` (packs,) fp32
+    divides it, if given; ``parts`` (parts, packs, padded, padded) in any dtype, zero beside the
+    groups, rows and columns by position.
 
     Raises:
         KernelBuildError: the kernel can't be built.
     """
     divided = power is not None
-    kernel = build(pack_kernel, (parts.dtype, divided, PACKERS), matrix.device)
-    numbers = (part.padded.bit_length() - 1, part.pack)
+    sizes = (part.unit, part.width, part.padded) if matrix.is_cuda else None
+    kernel = build(pack_kernel, (parts.dtype, divided, sizes, PACKERS), matrix.device)
+    numbers = (part.padded.bit_length() - 1, part.pack, part.unit, part.stages)
 
     def launch(
         matrix: torch.Tensor, power: torch.Tensor | None, parts: torch.Tensor, part: Pass
@@ -252,12 +276,14 @@ def pack(
     return launch
 
 
-def pack_kernel(dtype: torch.dtype, divided: bool, threads: int) -> Any:
+def pack_kernel(
+    dtype: torch.dtype, divided: bool, sizes: tuple[int, int, int] | None, threads: int
+) -> Any:
     """PACKED elements of one pack, in every part; a pack has 2^bits columns."""
     import tilelang.language as T
 
-    names = ("groups", "width", "powers", "pieces", "packs", "padded")
-    groups, width, powers, pieces, packs, padded = map(T.dynamic, names)
+    groups, powers, pieces, packs = map(T.dynamic, ("groups", "powers", "pieces", "packs"))
+    width, padded = map(T.dynamic, ("width", "padded")) if sizes is None else sizes[1:]
     stored = NAMES[dtype]
 
     @T.prim_func
@@ -265,17 +291,20 @@ def pack_kernel(dtype: torch.dtype, divided: bool, threads: int) -> Any:
         matrix: T.Tensor((groups, width, width), "float64"),
         power: T.Tensor((powers,), "float32"),
         parts: T.Tensor((pieces, packs, padded, padded), stored),
-        bits: T.int32, pack: T.int32,
+        bits: T.int32, pack: T.int32, given: T.int32, stages: T.int32,
     ) -> None:  # fmt: skip
         with T.Kernel(T.ceildiv(padded * padded, PACKED), packs, threads=threads) as (bx, which):
             value = T.alloc_fragment((PACKED,), "float64")
+            unit = given if sizes is None else sizes[0]
             for e in T.Parallel(PACKED):
                 r, c = (bx * PACKED + e) >> bits, (bx * PACKED + e) & (padded - 1)
                 within = div(r, width)
                 group, first = which * pack + within, within * width
                 value[e] = 0
                 if within < pack and group < groups and c >= first and c - first < width:
-                    value[e] = matrix[group, r - first, c - first]
+                    p = c - first
+                    column = _reversed(div(p, unit), stages) * unit + mod(p, unit)
+                    value[e] = matrix[group, r - first, column]
                     if divided:
                         value[e] = value[e] / T.cast(power[which], "float64")
             for piece in T.serial(pieces):
@@ -296,34 +325,36 @@ def unpack(
     """The sum of the shares of v^T g, by group.
 
     ``total`` (shares, packs, padded, padded) fp32, as ``gram`` leaves it; ``out`` (groups, width,
-    width) fp64.
+    width) fp64, its columns in Pass's order.
 
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    kernel = build(unpack_kernel, (ADDERS,), total.device)
+    sizes = (part.unit, part.width, part.padded) if total.is_cuda else None
+    kernel = build(unpack_kernel, (sizes, ADDERS), total.device)
 
     def launch(total: torch.Tensor, out: torch.Tensor, part: Pass) -> None:
-        kernel(total, out, part.pack)
+        kernel(total, out, part.pack, part.unit, part.stages)
 
     return launch
 
 
-def unpack_kernel(threads: int) -> Any:
+def unpack_kernel(sizes: tuple[int, int, int] | None, threads: int) -> Any:
     """SUMMED elements of one group, each the sum of its shares in order."""
     import tilelang.language as T
 
-    names = ("shares", "packs", "padded", "groups", "width")
-    shares, packs, padded, groups, width = map(T.dynamic, names)
+    shares, packs, groups = map(T.dynamic, ("shares", "packs", "groups"))
+    width, padded = map(T.dynamic, ("width", "padded")) if sizes is None else sizes[1:]
 
     @T.prim_func
     def unpack(
         total: T.Tensor((shares, packs, padded, padded), "float32"),
         out: T.Tensor((groups, width, width), "float64"),
-        pack: T.int32,
-    ) -> None:
+        pack: T.int32, given: T.int32, stages: T.int32,
+    ) -> None:  # fmt: skip
         with T.Kernel(T.ceildiv(width * width, SUMMED), groups, threads=threads) as (bx, group):
             sums = T.alloc_fragment((SUMMED,), "float64")
+            unit = given if sizes is None else sizes[0]
             for e in T.Parallel(SUMMED):
                 r, c = div(bx * SUMMED + e, width), mod(bx * SUMMED + e, width)
                 sums[e] = 0
@@ -331,6 +362,7 @@ def unpack_kernel(threads: int) -> Any:
                     which, start = div(group, pack), mod(group, pack) * width
                     for share in T.serial(shares):
                         sums[e] += T.cast(total[share, which, start + r, start + c], "float64")
-                    out[group, r, c] = sums[e]
+                    column = _reversed(div(c, unit), stages) * unit + mod(c, unit)
+                    out[group, r, column] = sums[e]
 
     return unpack

@@ -14,6 +14,7 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
 from .common import NAMES, build
+from .rotation_layout import div, mod
 
 THREADS = 128
 
@@ -83,6 +84,16 @@ def invert_kernel(tile: int, read_dtype: str, holds: bool, threads: int) -> Any:
 
     n, h, m = (T.dynamic(name, "int64") for name in "nhm")
 
+    @T.macro
+    def step(v: Any, value: Any, after: Any, k: Any) -> None:
+        for i, j in T.Parallel(tile, tile):
+            inverse = T.float64(1) / (1 + v[k, k])
+            scaled = v[i, k] * inverse
+            rest = v[i, j] - scaled * v[k, j]
+            other = T.if_then_else(i == k, v[k, j] * inverse, rest)
+            value[i, j] = T.if_then_else(j == k, -scaled, other)
+        T.copy(value, after)
+
     @T.prim_func
     def invert(
         source: T.Tensor((n,), read_dtype),
@@ -92,27 +103,24 @@ def invert_kernel(tile: int, read_dtype: str, holds: bool, threads: int) -> Any:
         size: T.int32,
     ) -> None:
         with T.Kernel(count, threads=threads) as block:
-            v = T.alloc_shared((tile, tile), "float64")
+            even = T.alloc_shared((tile, tile), "float64")
+            odd = T.alloc_shared((tile, tile), "float64")
             value = T.alloc_fragment((tile, tile), "float64")
             start = T.cast(block, "int64") * (size * size)
             for i, j in T.Parallel(tile, tile):
                 if i < size and j < size:
                     upper = T.cast(source[start + i * size + j], "float64")
                     lower = T.cast(source[start + j * size + i], "float64")
-                    v[i, j] = (lower - upper) * (held[0] if holds else T.float64(1))
+                    even[i, j] = (lower - upper) * (held[0] if holds else T.float64(1))
                 else:
-                    v[i, j] = 0
-            for k in T.serial(size):
-                for i, j in T.Parallel(tile, tile):
-                    inverse = T.float64(1) / (1 + v[k, k])
-                    scaled = v[i, k] * inverse
-                    rest = v[i, j] - scaled * v[k, j]
-                    other = T.if_then_else(i == k, v[k, j] * inverse, rest)
-                    value[i, j] = T.if_then_else(j == k, -scaled, other)
-                T.copy(value, v)
+                    even[i, j] = 0
+            # A step on what lies beyond the block changes nothing.
+            for pair in T.serial(T.ceildiv(size, 2)):
+                step(even, value, odd, 2 * pair)
+                step(odd, value, even, 2 * pair + 1)
             for i, j in T.Parallel(tile, tile):
                 if i < size and j < size:
-                    out[start + i * size + j] = 2 * v[i, j]
+                    out[start + i * size + j] = 2 * even[i, j]
 
     return invert
 
@@ -208,47 +216,51 @@ def eliminate_kernel(
 @prepared
 def cayley_gradient(
     delta: torch.Tensor,
-    deltas: torch.Tensor,
+    total: torch.Tensor,
     out: torch.Tensor,
+    pack: int,
     *,
     plan: Plan,
     policy: Policy,
 ) -> Launch:
     """The gradient of B from that of D, for blocks of one tile: dQ - dQ^T with dD = 2 N dQ N.
 
-    ``delta`` and ``deltas`` (n, s, s) hold D and dD, fp64; ``out`` is like them, in any dtype. N =
-    (I - Q)^-1 = I + D / 2.
+    ``delta`` (n, s, s) holds D, fp64; ``out`` is like it, in any dtype. dD is the sum over the
+    shares of ``total`` (shares, packs, padded, padded), fp32 or fp64, with ``pack`` blocks on the
+    diagonal of each matrix. N = (I - Q)^-1 = I + D / 2.
 
     Raises:
         KernelBuildError: the kernel can't be built.
     """
     count, size, _ = delta.shape
-    stored = "float64" if out.dtype is torch.float64 else NAMES[out.dtype]
-    params = (max(16, plan.block_n), stored, THREADS)
+    names = {**NAMES, torch.float64: "float64"}
+    stored, summed = names[out.dtype], names[total.dtype]
+    params = (max(16, plan.block_n), stored, summed, 32 * plan.num_warps)
     kernel = build(cayley_gradient_kernel, params, delta.device)
 
-    def launch(delta: torch.Tensor, deltas: torch.Tensor, out: torch.Tensor) -> None:
-        kernel(delta.view(-1), deltas.view(-1), out.view(-1), count, size)
+    def launch(delta: torch.Tensor, total: torch.Tensor, out: torch.Tensor, pack: int) -> None:
+        kernel(delta.view(-1), total, out.view(-1), count, size, pack)
 
     return launch
 
 
-def cayley_gradient_kernel(tile: int, stored: str, threads: int) -> Any:
+def cayley_gradient_kernel(tile: int, stored: str, summed: str, threads: int) -> Any:
     """out = Z - Z^T with Z = 2 N^T dD N^T of one block."""
     import tilelang.language as T
 
     n = T.dynamic("n", "int64")
+    shares, packs, padded = map(T.dynamic, ("shares", "packs", "padded"))
 
     @T.prim_func
     def cayley_gradient(
         delta: T.Tensor((n,), "float64"),
-        deltas: T.Tensor((n,), "float64"),
+        total: T.Tensor((shares, packs, padded, padded), summed),
         out: T.Tensor((n,), stored),
-        count: T.int32,
-        size: T.int32,
-    ) -> None:
+        count: T.int32, size: T.int32, pack: T.int32,
+    ) -> None:  # fmt: skip
         with T.Kernel(count, threads=threads) as block:
             inverse = T.alloc_shared((tile, tile), "float64")
+            turned = T.alloc_shared((tile, tile), "float64")
             middle = T.alloc_shared((tile, tile), "float64")
             left = T.alloc_shared((tile, tile), "float64")
             z = T.alloc_shared((tile, tile), "float64")
@@ -257,19 +269,29 @@ def cayley_gradient_kernel(tile: int, stored: str, threads: int) -> Any:
                 if i < size and j < size:
                     at = (T.cast(block, "int64") * size + i) * size + j
                     unit = T.if_then_else(i == j, T.float64(1), T.float64(0))
+                    mirrored = (T.cast(block, "int64") * size + j) * size + i
                     inverse[i, j] = unit + delta[at] / 2
-                    middle[i, j] = deltas[at]
-            for i, j in T.Parallel(tile, tile):
-                sums[i, j] = 0
-                if i < size and j < size:
-                    for k in T.serial(size):
-                        sums[i, j] += inverse[k, i] * middle[k, j]
+                    turned[i, j] = unit + delta[mirrored] / 2
+                else:
+                    inverse[i, j] = 0
+                    turned[i, j] = 0
+            T.clear(sums)
+            for share in T.serial(shares):
+                for i, j in T.Parallel(tile, tile):
+                    if i < size and j < size:
+                        which, start = div(block, pack), mod(block, pack) * size
+                        sums[i, j] += T.cast(total[share, which, start + i, start + j], "float64")
+            T.copy(sums, middle)
+            # A thread's sums grow together: none waits for the addition before its own.
+            T.clear(sums)
+            for k in T.serial(size):
+                for i, j in T.Parallel(tile, tile):
+                    sums[i, j] += inverse[k, i] * middle[k, j]
             T.copy(sums, left)
-            for i, j in T.Parallel(tile, tile):
-                sums[i, j] = 0
-                if i < size and j < size:
-                    for k in T.serial(size):
-                        sums[i, j] += left[i, k] * inverse[j, k]
+            T.clear(sums)
+            for k in T.serial(size):
+                for i, j in T.Parallel(tile, tile):
+                    sums[i, j] += left[i, k] * turned[k, j]
             T.copy(sums, z)
             for i, j in T.Parallel(tile, tile):
                 if i < size and j < size:

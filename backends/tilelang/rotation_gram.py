@@ -13,6 +13,7 @@ from lycoris.kernels.rotation import FLUSH, Pass
 
 from . import rotation_dense as dense
 from .common import NAMES, build
+from .rotation_dense_gram import gram as dense_gram
 from .rotation_layout import div, fixed_of, flat, flat_or, index_macro, integers_of, layout, mod
 
 
@@ -44,7 +45,7 @@ def gram(
         KernelBuildError: the kernel can't be built.
     """
     if rescale is None and dense.serves(part, compute, x, g, out):
-        streamed = dense.gram(x, g, parts, power, out, total, base, plan)
+        streamed = dense_gram(x, g, parts, power, out, total, part, base, plan)
         return lambda x, g, rescale, *rest: streamed(x, g, *rest[:4])
     on_cpu = not total.is_cuda
     integers = integers_of(x, part, plan.block_k, plan.splits)

@@ -11,6 +11,7 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 from lycoris.kernels.rotation import Pass
 
+from .cayley import sum_of_shares
 from .common import kernel
 
 
@@ -27,6 +28,15 @@ def _block(group, within, low, per):
     return (group // low * per + within) * low + group % low
 
 
+@triton.jit
+def _reversed(y, bits):
+    """The number of up to 8 bits that are y's in reverse."""
+    y = (y & 0x55) << 1 | (y >> 1 & 0x55)
+    y = (y & 0x33) << 2 | (y >> 2 & 0x33)
+    y = (y & 0x0F) << 4 | y >> 4
+    return y >> (8 - bits)
+
+
 @kernel
 def _compose(
     scaled, found,
@@ -41,7 +51,7 @@ def _compose(
     UNIT: tl.constexpr = SIZE // 2
     group = tl.program_id(1)
     c = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
-    y, u = c // UNIT, c % UNIT
+    y, u = _reversed(c // UNIT, stages), c % UNIT
     for at in tl.range(0, stages - 1 if TRANSPOSED else stages):
         stage = at if TRANSPOSED else stages - 1 - at
         inner = y & ((1 << stage) - 1)
@@ -101,9 +111,10 @@ def compose(
     all stages, (groups, width, width), then that of all but the first, and so on; rows are inputs
     and columns outputs, so that N = S^T + N' + S^T N'. N' has entries (r, c) only where stages that
     remain lead from channel r to c: for the product from stage i on, row ``n`` of the (width >> i,
-    width) that are stored is row n // unit * 2^i + y % 2^i, in units, for a column of unit y. Where
-    ``transposed`` the first is the gradient of the first product and the others take theirs, at
-    those entries: G' = G + S G.
+    width) that are stored is row n // unit * 2^i + y % 2^i, in units, for a column of unit y. The
+    columns are in Pass's order: those beside each other are multiplied with the same entries of S.
+    Where ``transposed`` the first is the gradient of the first product and the others take theirs,
+    at those entries: G' = G + S G.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
@@ -144,16 +155,17 @@ def _stage_gradient(
     grad += ((2 * outer + j % 2) * UNIT + j // 2) * width
     after = found + _product(stage + 1, group, groups, width) + (outer * UNIT + k // 2) * width
     # I, then the columns that the row has entries in.
-    start = ((half << stage) + inner) * UNIT
-    total = tl.load(grad + start + (2 * outer << stage) * UNIT + k // 2, mask=ok, other=0.0)
+    y = (half << stage) + inner
+    start = _reversed(y, stages) * UNIT
+    own = _reversed((2 * outer << stage) + y, stages) * UNIT + k // 2
+    total = tl.load(grad + own, mask=ok, other=0.0)
     sums = tl.zeros((ROWS, BLOCK), tl.float64)
     terms = tl.where(stage < stages - 1, width >> stage + 1, 0)
     for tile in tl.range(0, tl.cdiv(terms, ROWS)):
         q = tile * ROWS + tl.arange(0, ROWS)[:, None]
-        c = start + (2 * (q // UNIT) << stage) * UNIT + q % UNIT
-        inside = ok & (q < terms)
-        factor = tl.load(after + c, mask=inside, other=0.0)
-        sums += factor * tl.load(grad + c, mask=inside, other=0.0)
+        inside = ok & (q // 2 * 2 < terms)  # terms are even: two are loaded at once
+        factor = tl.load(after + start + q, mask=inside, other=0.0)
+        sums += factor * tl.load(grad + start + q, mask=inside, other=0.0)
     total += tl.sum(sums, axis=0)[None, :]
     block = (first + stage) * count + _block(group, within, low, width // SIZE)
     at = block.to(tl.int64) * (SIZE * SIZE) + e % (SIZE * SIZE)
@@ -193,16 +205,19 @@ def stage_gradient(
 @kernel
 def _pack(
     matrix, power, parts,
-    width, pack, groups, packs,
-    PARTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    stages, pack, groups, packs,
+    UNIT: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one pack, in every part."""
     which = tl.program_id(0)
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, PADDED)[None, :]
-    group = which * pack + r // width
-    ok = (r // width == c // width) & (r // width < pack) & (group < groups)
-    at = (group.to(tl.int64) * width + r % width) * width + c % width
+    group = which * pack + r // WIDTH
+    ok = (r // WIDTH == c // WIDTH) & (r // WIDTH < pack) & (group < groups)
+    p = c % WIDTH
+    column = _reversed(p // UNIT, stages) * UNIT + p % UNIT
+    at = (group.to(tl.int64) * WIDTH + r % WIDTH) * WIDTH + column
     value = tl.load(matrix + at, mask=ok, other=0.0)
     if power is not None:
         value /= tl.load(power + which).to(tl.float64)
@@ -225,20 +240,23 @@ def pack(
 ) -> Launch:
     """M of every group, on the diagonal of its pack, in parts of fewer digits whose sum it is.
 
-    ``matrix`` (groups, width, width) fp64; ``power`` (packs,) fp32 divides it, if given; ``parts``
-    (parts, packs, padded, padded) in any dtype, zero beside the groups.
+    ``matrix`` (groups, width, width) fp64, its columns in Pass's order; ``power`` (packs,) fp32
+    divides it, if given; ``parts`` (parts, packs, padded, padded) in any dtype, zero beside the
+    groups, rows and columns by position.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
     options = {
+        "UNIT": part.unit,
+        "WIDTH": part.width,
         "PARTS": parts.shape[0],
         "PADDED": part.padded,
         "ROWS": plan.block_m,
         "num_warps": plan.num_warps,
     }
     grid = (part.packs, part.padded // plan.block_m)
-    fixed = (part.width, part.pack, part.groups, part.packs)
+    fixed = (part.stages, part.pack, part.groups, part.packs)
     launch = _pack.prepare(grid, (matrix, power, parts), options, fixed)
     return lambda matrix, power, parts, part: launch(matrix, power, parts)
 
@@ -246,21 +264,19 @@ def pack(
 @kernel
 def _unpack(
     total, out,
-    shares, width, pack, groups, packs,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    shares, stages, pack, groups, packs,
+    UNIT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements of the groups, each the sum of its shares in order."""
-    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row = e // width
-    group, r, c = row // width, row % width, e % width
-    first = group % pack * width
-    at = total + (group // pack * PADDED + first + r) * PADDED + first + c
+    e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = e // WIDTH
+    group, r, c = row // WIDTH, row % WIDTH, e % WIDTH
+    first = group % pack * WIDTH
+    at = total + (group // pack * PADDED + first + r).to(tl.int64) * PADDED + first + c
     ok = group < groups
-    sums = tl.zeros((BLOCK,), tl.float64)
-    for share in tl.range(0, shares):
-        sums += tl.load(at, mask=ok, other=0.0).to(tl.float64)
-        at += tl.cast(packs, tl.int64) * PADDED * PADDED
-    tl.store(out + e, sums, mask=ok)
+    sums = sum_of_shares(at, shares, tl.cast(packs, tl.int64) * PADDED * PADDED, ok)
+    column = _reversed(c // UNIT, stages) * UNIT + c % UNIT
+    tl.store(out + row.to(tl.int64) * WIDTH + column, sums, mask=ok)
 
 
 @prepared
@@ -270,13 +286,19 @@ def unpack(
     """The sum of the shares of v^T g, by group.
 
     ``total`` (shares, packs, padded, padded) fp32, as ``gram`` leaves it; ``out`` (groups, width,
-    width) fp64.
+    width) fp64, its columns in Pass's order.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
     """
-    options = {"PADDED": part.padded, "BLOCK": plan.block_n, "num_warps": plan.num_warps}
+    options = {
+        "UNIT": part.unit,
+        "WIDTH": part.width,
+        "PADDED": part.padded,
+        "BLOCK": plan.block_n,
+        "num_warps": plan.num_warps,
+    }
     grid = (triton.cdiv(part.groups * part.width**2, plan.block_n),)
-    fixed = (total.shape[0], part.width, part.pack, part.groups, part.packs)
+    fixed = (total.shape[0], part.stages, part.pack, part.groups, part.packs)
     launch = _unpack.prepare(grid, (total, out), options, fixed)
     return lambda total, out, part: launch(total, out)

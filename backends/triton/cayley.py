@@ -159,10 +159,22 @@ def eliminate(
     )
 
 
+@triton.jit
+def sum_of_shares(at, shares, step, ok):
+    """The fp64 sum of what ``at`` and every ``step`` after it points at, in order."""
+    sums = tl.zeros(at.shape, tl.float64)
+    for first in tl.range(0, shares, 4):
+        for share in tl.static_range(4):  # loaded together
+            inside = ok & (first + share < shares)
+            sums += tl.load(at, mask=inside, other=0.0).to(tl.float64)
+            at += step
+    return sums
+
+
 @kernel
 def _cayley_gradient(
-    delta, deltas, out,
-    count, size,
+    delta, total, out,
+    count, size, shares, packs, pack, padded,
     NB: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """out = Z - Z^T with Z = 2 N^T dD N^T, N = I + D / 2, of NB blocks; of one where DOT."""
@@ -170,22 +182,24 @@ def _cayley_gradient(
     start = block * size * size
     at = start + i * size + j
     ok = (block >= 0) & (i < size) & (j < size)
+    first = block % pack * size
+    held = total + (block // pack * padded + first + i) * padded + first + j
+    middle = sum_of_shares(held, shares, tl.cast(packs, tl.int64) * padded * padded, ok)
     if DOT:
         unit = tl.where(i == j, 1.0, 0.0).to(tl.float64)
         n = tl.load(delta + at, mask=ok, other=0.0) * 0.5 + unit
         turned = tl.trans(tl.reshape(n, (TILE, TILE)))
-        middle = tl.reshape(tl.load(deltas + at, mask=ok, other=0.0), (TILE, TILE))
-        half = tl.dot(turned, middle, out_dtype=tl.float64)
+        half = tl.dot(turned, tl.reshape(middle, (TILE, TILE)), out_dtype=tl.float64)
         z = tl.dot(half, turned, out_dtype=tl.float64)[None, :, :]
     else:
         half = tl.zeros((NB, TILE, TILE), tl.float64)
         z = tl.zeros((NB, TILE, TILE), tl.float64)
         ok_i, ok_j = (block >= 0) & (i < size), (block >= 0) & (j < size)
-        for k in tl.static_range(TILE):
+        for k in tl.range(0, TILE):  # unrolled, it spills on sm_80
             # Row k of N by rows of the result, row k of dD by its columns.
             n = tl.load(delta + start + k * size + i, mask=ok_i & (k < size), other=0.0) * 0.5
             n += tl.where(i == k, 1.0, 0.0).to(tl.float64)
-            half += n * tl.load(deltas + start + k * size + j, mask=ok_j & (k < size), other=0.0)
+            half += n * tl.sum(tl.where(i == k, middle, 0.0), axis=1)[:, None, :]
         for k in tl.static_range(TILE):
             n = tl.load(delta + start + j * size + k, mask=ok_j & (k < size), other=0.0) * 0.5
             n += tl.where(j == k, 1.0, 0.0).to(tl.float64)
@@ -197,16 +211,18 @@ def _cayley_gradient(
 @prepared
 def cayley_gradient(
     delta: torch.Tensor,
-    deltas: torch.Tensor,
+    total: torch.Tensor,
     out: torch.Tensor,
+    pack: int,
     *,
     plan: Plan,
     policy: Policy,
 ) -> Launch:
     """The gradient of B from that of D, for blocks of one tile: dQ - dQ^T with dD = 2 N dQ N.
 
-    ``delta`` and ``deltas`` (n, s, s) hold D and dD, fp64; ``out`` is like them, in any dtype. N =
-    (I - Q)^-1 = I + D / 2.
+    ``delta`` (n, s, s) holds D, fp64; ``out`` is like it, in any dtype. dD is the sum over the
+    shares of ``total`` (shares, packs, padded, padded), fp32 or fp64, with ``pack`` blocks on the
+    diagonal of each matrix. N = (I - Q)^-1 = I + D / 2.
 
     Raises:
         KernelBuildError: the kernel doesn't compile for this device and plan.
@@ -220,4 +236,6 @@ def cayley_gradient(
         "num_warps": plan.num_warps,
     }
     grid = (triton.cdiv(count, plan.block_m),)
-    return _cayley_gradient.prepare(grid, (delta, deltas, out), options, (count, size))
+    fixed = (count, size, total.shape[0], total.shape[1], pack, total.shape[2])
+    launch = _cayley_gradient.prepare(grid, (delta, total, out), options, fixed)
+    return lambda delta, total, out, pack: launch(delta, total, out)

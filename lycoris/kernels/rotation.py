@@ -33,6 +33,10 @@ class Pass:
     Position p of group g is channel ``unit * (hi * 2^stages * low + y * low + g % low) + p % unit``
     with y = p // unit and hi = g // low; for ``low`` = 1 that is g * width + p.
 
+    The small matrices of a butterfly (groups, width, width) have their columns in another order:
+    column c is position ``reversed(c // unit) * unit + c % unit``, with the ``stages`` bits of the
+    unit's number reversed. What shares blocks in the first stages is then a range of columns.
+
     Attributes:
         size: of a block.
         butterfly: whether the blocks are a butterfly's.
@@ -111,12 +115,13 @@ def passes(stages: int, size: int, channels: int, butterfly: bool) -> tuple[Pass
 def solve_plan(size: int, device: torch.device) -> Plan:
     """block_m: blocks solved side by side; block_n: columns of a tile.
 
-    A block of one tile is one warp's: what it sums is then a matter of shuffles.
+    A block of up to 16 is one warp's: what it sums is then a matter of shuffles. One of 32 has four
+    times the products, and keeps all of a multiprocessor's fp64 units busy.
     """
     simulated = not multiprocessors(device)
     tile = min(TILE // 2 if simulated else TILE, power_of_2(size))
     elements = 4096 if simulated else 256  # an interpreter pays by the operation
-    return Plan(max(1, elements // (tile * tile)), tile, tile, 1 if size <= tile else 4, 1)
+    return Plan(max(1, elements // (tile * tile)), tile, tile, 1 if size <= 16 else 4, 1)
 
 
 def return_plan(size: int, device: torch.device) -> Plan:
@@ -147,7 +152,7 @@ def stage_plan(part: Pass, device: torch.device) -> Plan:
 
 def unpack_plan(device: torch.device) -> Plan:
     """block_n elements at once."""
-    return Plan(1, 1024 if multiprocessors(device) else 8192, 1, 4, 1)
+    return Plan(1, 512 if multiprocessors(device) else 8192, 1, 4, 1)
 
 
 def rotate_plan(

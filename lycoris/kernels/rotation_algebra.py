@@ -48,21 +48,34 @@ def cayley_gradient(delta: Tensor, deltas: Tensor) -> Tensor:
 # ---------------------------------------------------------------- channels and packs
 
 
-def by_position(rescale: Tensor, part: Pass) -> Tensor:
-    """(channels,) in the order of the groups' positions, (groups, width)."""
+def by_column(rescale: Tensor, part: Pass) -> Tensor:
+    """(channels,) in the order of the groups' columns, (groups, width)."""
     wide = rescale.double()
     if not part.butterfly:
         return wide.reshape(part.groups, part.width)
-    units = wide.reshape(-1, 1 << part.stages, part.low, part.unit)
-    return units.transpose(1, 2).reshape(part.groups, part.width)
+    bits = part.stages
+    units = wide.reshape(-1, *[2] * bits, part.low, part.unit)
+    turned = units.permute(0, bits + 1, *range(bits, 0, -1), bits + 2)
+    return turned.reshape(part.groups, part.width)
 
 
 def by_channel(values: Tensor, part: Pass) -> Tensor:
-    """What :func:`by_position` undoes."""
+    """What :func:`by_column` undoes."""
     if not part.butterfly:
         return values.reshape(-1)
-    units = values.reshape(-1, part.low, 1 << part.stages, part.unit)
-    return units.transpose(1, 2).reshape(-1)
+    bits = part.stages
+    units = values.reshape(-1, part.low, *[2] * bits, part.unit)
+    return units.permute(0, *range(bits + 1, 1, -1), 1, bits + 2).reshape(-1)
+
+
+def own(values: Tensor, part: Pass) -> Tensor:
+    """The entries of (groups, width, width) that lead from a channel to itself, by column."""
+    if not part.butterfly:
+        return values.diagonal(dim1=1, dim2=2)
+    bits = part.stages
+    at = torch.arange(part.width, device=values.device).view(*[2] * bits, part.unit)
+    row = at.permute(*range(bits - 1, -1, -1), bits).reshape(1, 1, part.width)
+    return values.gather(1, row.expand(part.groups, 1, part.width))[:, 0]
 
 
 def power(matrix: Tensor, part: Pass) -> Tensor:

@@ -52,29 +52,39 @@ def _blocks_gradient(
     run: Schedule,
     blocks: Tensor,
     delta: Tensor,
-    deltas: Tensor,
+    total: Tensor,
+    pack: int,
     constraint: float | None,
     out: Tensor,
 ) -> None:
     """The gradient of the blocks from that of D: dD = 2 N dQ N with N = (I - Q)^-1 = I + D / 2.
 
+    ``total`` (shares, packs, padded, padded) holds dD, ``pack`` blocks on the diagonal of each
+    matrix: one share of one block each where the blocks are larger than :func:`_at_once` allows.
     D is needed in fp64: for large Q, N is small, and what it loses to I is then what D can spare.
     """
     size = blocks.shape[-1]
-    delta, deltas = delta.view(-1, size, size), deltas.view(-1, size, size)
+    delta = delta.view(-1, size, size)
     plan = return_plan(size, run.device)
     held = algebra.held(blocks, constraint)
     if size > plan.block_n:
-        found = algebra.cayley_gradient(delta, deltas)
+        found = algebra.cayley_gradient(delta, total[0])
     else:
         plain = held is None
         found = out if plain else run.empty(tuple(delta.shape), torch.float64)
         leaf = found.view(-1, size, size)
-        run.launch("rotate", "cayley_gradient", delta, deltas, leaf, tiles=plan)
+        run.launch("rotate", "cayley_gradient", delta, total, leaf, pack, tiles=plan)
         if plain:
             return
     found = found.view(blocks.shape)
     out.copy_(found if held is None else algebra.through_norm(found, blocks, held))
+
+
+def _at_once(blocks: Tensor, scale: Scale, rescale: Tensor | None, run: Schedule) -> bool:
+    """Whether the way back through the solve starts at v^T g itself, without a launch between."""
+    size = blocks.shape[-1]
+    plain = blocks.dim() == 3 and rescale is None and _is_one(scale)
+    return plain and size <= return_plan(size, run.device).block_n
 
 
 def _products(run: Schedule, scaled: Tensor, part: Pass) -> Tensor:
@@ -88,7 +98,7 @@ def _products(run: Schedule, scaled: Tensor, part: Pass) -> Tensor:
 
 
 def _first(products: Tensor, part: Pass) -> Tensor:
-    """M, or its gradient: (groups, width, width), rows inputs and columns outputs."""
+    """M, or its gradient: (groups, width, width), rows inputs, columns outputs as in Pass."""
     size = part.groups * part.width**2
     return products[:size].view(part.groups, part.width, part.width)
 
@@ -131,7 +141,7 @@ def _matrices(
     count = 1 if compute is torch.float32 else 3 if wide else 2
     parts = run.empty((count, part.packs, part.padded, part.padded), compute)
     if rescale is not None:
-        matrix = matrix * algebra.by_position(rescale, part)[:, None]
+        matrix = matrix * algebra.by_column(rescale, part)[:, None]
     power = algebra.power(matrix, part) if compute is torch.float16 else None
     run.launch("rotate", "pack", matrix, power, parts, part, tiles=pack_plan(part, run.device))
     return _Matrices(parts, power)
@@ -247,7 +257,8 @@ def _backward(
         assert into is not None  # something is wanted
         _chain(run, grad, chain[::-1], into, diff, True)
         return
-    deltas = torch.empty_like(scaled) if grads.blocks is not None else None
+    at_once = _at_once(t.blocks, scale, t.rescale, run)
+    deltas = None if at_once or grads.blocks is None else torch.empty_like(scaled)
     # The inputs of the passes are replayed, not kept.
     inputs = [v]
     for part, m, _ in chain[:-1]:
@@ -261,22 +272,9 @@ def _backward(
         base = (start if rescale is not None else None) if diff else g
         fused = target if single and fuses(part, compute) else None
         total = _gram(run, inputs[at], g, base is not None, rescale, m, fused, part, diff, compute)
-        # OFT's M is D, and BOFT's the product of its stages.
-        if deltas is not None and not part.butterfly:
-            chained = deltas.view(-1)
-        else:
-            chained = run.empty((part.products,), torch.float64)
-        sums = _first(chained, part)
-        run.launch("rotate", "unpack", total, sums, part, tiles=unpack_plan(run.device))
-        if last and grads.rescale is not None:
-            # y's own columns: sum_t g (v + v M), and v^T g is at hand.
-            columns = (_first(found[at], part) * sums).sum(1) + sums.diagonal(dim1=1, dim2=2)
-            grads.rescale.copy_(algebra.by_channel(columns, part))
-        if deltas is not None:
-            if rescale is not None:
-                sums *= algebra.by_position(rescale, part)[:, None]
-            if part.butterfly:
-                _stage_gradients(run, chained, found[at], scaled, part, deltas)
+        if not at_once:
+            into_rescale = grads.rescale if last else None
+            _matrix_gradients(run, total, found[at], scaled, part, rescale, deltas, into_rescale)
         if target is None:
             break
         if fused is None:
@@ -285,10 +283,41 @@ def _backward(
             moved, g = target, start + target
         else:
             g = target
+    pack = parts[0].pack
     if deltas is not None:
-        if not _is_one(scale):
-            deltas *= scale
-        _blocks_gradient(run, t.blocks, saved.delta, deltas, constraint, grads.blocks)
+        size = t.blocks.shape[-1]
+        total, pack = (deltas if _is_one(scale) else deltas.mul_(scale)).view(1, -1, size, size), 1
+    if grads.blocks is not None:
+        _blocks_gradient(run, t.blocks, saved.delta, total, pack, constraint, grads.blocks)
+
+
+def _matrix_gradients(
+    run: Schedule,
+    total: Tensor,
+    products: Tensor,
+    scaled: Tensor,
+    part: Pass,
+    rescale: Tensor | None,
+    deltas: Tensor | None,
+    into_rescale: Tensor | None,
+) -> None:
+    """From the shares of v^T g to the gradients of a pass's stages and of the rescale."""
+    # OFT's M is D, and BOFT's the product of its stages.
+    if deltas is not None and not part.butterfly:
+        chained = deltas.view(-1)
+    else:
+        chained = run.empty((part.products,), torch.float64)
+    sums = _first(chained, part)
+    run.launch("rotate", "unpack", total, sums, part, tiles=unpack_plan(run.device))
+    if into_rescale is not None:
+        # y's own columns: sum_t g (v + v M), and v^T g is at hand.
+        columns = (_first(products, part) * sums).sum(1) + algebra.own(sums, part)
+        into_rescale.copy_(algebra.by_channel(columns, part))
+    if deltas is not None:
+        if rescale is not None:
+            sums *= algebra.by_column(rescale, part)[:, None]
+        if part.butterfly:
+            _stage_gradients(run, chained, products, scaled, part, deltas)
 
 
 def _gram(

@@ -167,6 +167,28 @@ def test_blocks_that_are_not_finite(fused: str, value: float) -> None:
         assert held.isnan().all()
 
 
+@pytest.mark.parametrize("rows", [True, False])
+def test_a_pack_keeps_to_its_channels(fused: str, rows: bool) -> None:
+    """16 blocks of 6 are two packs of 48 channels, in tiles of 64: the second's NaN stays there."""
+    blocks = (rand(16, 6, 6) * 0.3).bfloat16().requires_grad_()
+    got = []
+    for value in (1.0, float("nan")):
+        v = rand(96, 40, seed=1).bfloat16()
+        g = rand(96, 40, seed=2).bfloat16()
+        v[48], g[50] = value, value
+        leaf = (v.t().contiguous() if rows else v).requires_grad_()
+        op = oft_apply if rows else oft_weight
+        out = op(leaf, blocks, backend=fused)
+        given = g.t().contiguous() if rows else g
+        grads = torch.autograd.grad(out, (leaf, blocks), given)
+        wide = [t.t() if rows else t for t in (out, grads[0])]
+        got.append([*(t[:48] for t in wide), grads[1][:8]])
+        assert all(t[48:].isfinite().all() == (value == 1.0) for t in wide)
+    for clean, beside in zip(*got, strict=True):
+        assert torch.equal(clean, beside)
+        assert clean.isfinite().all()
+
+
 @pytest.mark.parametrize(("size", "tile"), [(5, 8), (12, 16), (32, 32)])
 def test_the_gradient_of_a_solve(fused: str, size: int, tile: int) -> None:
     """Tiles of a GPU's plan, which are taken as matrix products from 16 on."""
@@ -181,8 +203,17 @@ def test_the_gradient_of_a_solve(fused: str, size: int, tile: int) -> None:
     how = {"plan": Plan(1, tile, tile, 4, 1), "policy": Policy(torch.float32, torch.float32)}
     rotate.eliminate(blocks.float(), None, None, delta, 0, **how)
     torch.testing.assert_close(delta, exact, atol=1e-6, rtol=1e-6)
-    rotate.cayley_gradient(exact, deltas, out, **how)
+    rotate.cayley_gradient(exact, deltas[None], out, 1, **how)
     torch.testing.assert_close(out, want, atol=2e-6, rtol=2e-6)
+    # The same from shares of packs of two, with something else beside the blocks.
+    shares = torch.full((6, 2, 2 * tile, 2 * tile), float("nan"))
+    weights = torch.tensor([0.5, -1.0, 0.25, 0.25, 2.0, -1.0])
+    for block in range(3):
+        rows = slice(block % 2 * size, (block % 2 + 1) * size)
+        shares[:, block // 2, rows, rows] = weights[:, None, None] * deltas[block].float()
+    again = torch.full_like(out, float("nan"))
+    rotate.cayley_gradient(exact, shares, again, 2, **how)
+    torch.testing.assert_close(again, want, atol=1e-5, rtol=1e-5)
 
 
 # --------------------------------------------------------------------------------- errors
