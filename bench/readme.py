@@ -37,7 +37,9 @@ def chosen(results: Results) -> dict[tuple[str, str], dict[str, Row]]:
 
 
 def _us(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}"
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
 def table(results: Results) -> str:

@@ -45,7 +45,13 @@ Everything in `lycoris.functional` that kernels serve. `mma` operands are cast t
 `wide` ones are read as they are ([precision.md](precision.md)); trailing ones of a shape, as a 1x1
 convolution has them, go without saying. `help(lycoris.functional.NAME)` has shapes, errors and
 sources. The bound is the declared worst error in ULP against the fp64 oracle, 16-bit and fp32
-(that of fp32 grows with the reduction: [numerics.md](numerics.md)).
+(that of fp32 grows with the reduction: [numerics.md](numerics.md)). How to use them in a training
+loop: [training.md](training.md).
+
+Two things look different in a call. A half of LoKr is one argument: `w1` is the matrix or the tuple
+(w1_a, w1_b), `w2` the same, or (w2_a, w2_b, t2). And `oft_apply` and `boft_apply` take `y` of any
+shape with `axis`: (..., O, B) is what a kernel sees, B being all that follows the axis (1 for a
+linear layer).
 """
 
 

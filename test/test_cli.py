@@ -110,6 +110,9 @@ def test_ops_describes_every_op(capsys):
         assert "torch" in op["backends"]
     up, *_ = found["lora_weight"]["operands"]
     assert up["shapes"] == {"": "(O, r)", "mid": "(O, p)"}
+    # Whatever halves LoKr is given, x is x.
+    x, *_ = found["lokr_apply"]["operands"]
+    assert x["shapes"] == {"": "(..., I)"}
     assert main(["ops"]) == 0
     assert "(q, I) with mid" in capsys.readouterr().out
 

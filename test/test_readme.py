@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -19,6 +20,7 @@ from lycoris.kernels import registry
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("C*.md")])
+ADDING = {"adding-an-op.md", "adding-a-backend.md"}
 _FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -79,7 +81,7 @@ def test_the_example_runs_on(backend: str, tmp_path: Path) -> None:
     assert f"backend asked for: {backend}" in printed
 
 
-@pytest.mark.parametrize("name", ["numerics", "adding-an-op"])
+@pytest.mark.parametrize("name", ["numerics", "adding-an-op", "training"])
 def test_the_snippets_run(name: str, tmp_path: Path) -> None:
     assert run((ROOT / f"docs/{name}.md").read_text(), tmp_path)
 
@@ -93,7 +95,7 @@ def test_the_toy_backend_is_found_and_passes(tmp_path: Path) -> None:
 
 
 def test_every_snippet_is_run_by_a_test() -> None:
-    run_here = {"README.md", "numerics.md", "adding-an-op.md", "adding-a-backend.md"}
+    run_here = {"README.md", *(f"{n}.md" for n in ("numerics", "training")), *ADDING}
     assert {p.name for p in PAGES if blocks(p.read_text(), "python")} == run_here
 
 
@@ -145,9 +147,12 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
     assert not [link for link in links if not (page.parent / link).exists()]
     # A path in code style, from the root, without a placeholder in it.
-    folders = r"lycoris|backends|test|bench|docs|\.ci"
+    folders = r"lycoris|backends|test|bench|docs|examples|\.ci"
     paths = re.findall(rf"`((?:{folders})/[\w./-]*)`", text)
     assert not [path for path in paths if not (ROOT / path).exists()]
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", h).lower().replace(" ", "-") for h in headings}
+    assert not set(re.findall(r"\]\(#([^)]+)", text)) - anchors
 
 
 def test_the_figures_are_those_of_the_record() -> None:
@@ -157,3 +162,60 @@ def test_the_figures_are_those_of_the_record() -> None:
     (figure,) = re.findall(r"^\| `lora_apply` \|[^|]*\|[^|]*\| (\d+) \|", README, re.MULTILINE)
     wrong = README.replace(f"| {figure} |", f"| {int(figure) + 1} |", 1)
     assert script["rewrite"](wrong) == README
+
+
+def test_what_is_slower_is_as_recorded() -> None:
+    def rows(name: str) -> list[dict]:
+        read = json.loads((ROOT / f"bench/results/2026-11-30-h200-{name}.json").read_text())
+        return read.get("rows") or [b["extra_info"] for b in read["benchmarks"]]
+
+    matrix = [r for r in rows("matrix-sdxl") if r["kind"] == "op" and r["time_us"]]
+    slower = {r["op"] for r in matrix if r["time_us"] > r["eager_us"]}
+    assert slower == {"lora_conv_apply", "loha_conv_apply", "lokr_conv_apply"}
+    (loha, *_) = [r for r in matrix if r["op"] == "loha_conv_apply"]
+    peaks = [round(loha[key] / 1e6) for key in ("peak_bytes", "eager_peak_bytes")]
+    wide = [
+        next(r for r in rows(name) if r["sizes"]["r"] == 128)
+        for name in ("lora-triton-pairs", "lora-tilelang")
+    ]
+    triton, tilelang = (round(r["time_us"]) for r in wide)
+    wall, eager = ([r[key] / 1000 for r in matrix] for key in ("wall_us", "eager_wall_us"))
+    said = " ".join(README.split())
+    assert f"peaks at {peaks[0]} MB against {peaks[1]}" in said
+    assert (
+        f"{triton} us in Triton and {tilelang} in TileLang, eager {wide[0]['eager_us']:.0f}" in said
+    )
+    assert f"{min(wall):.1f} to {max(wall):.1f} ms a call" in said
+    assert f"eager {min(eager):.1f} to {max(eager):.1f}" in said
+    hosts = {r["op"] for r in matrix if r["wall_us"] > r["eager_wall_us"]}
+    assert {"glora_weight", "lokr_weight", *slower} <= hosts
+    assert not {op for op in hosts if op.startswith("dora")}
+
+
+def test_the_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    pinned = dict(d.split("==") for d in extras["dev"] if "==" in d)
+    cells = {
+        row[0]: row[1:]
+        for row in re.findall(r"^\| ([\w, ]+) \| ([^|]*) \| ([^|]*) \|$", README, re.MULTILINE)
+    }
+    assert project["requires-python"] == ">=3.11"
+    assert cells["Python, Linux"][0] == "3.11 and newer"
+    assert project["dependencies"] == ["torch>=2.11"]
+    assert cells["torch"][0] == "2.11 and newer"
+    assert "triton>=3.6,<3.8" in extras["triton"]
+    assert cells["Triton"][0] == "3.6, 3.7"
+    assert extras["tilelang"] == [f"tilelang=={cells['TileLang'][0]}"]
+    for name, row in {"torch": "torch", "triton": "Triton"}.items():
+        assert cells[row][1].startswith(f"{pinned[name]} on CPUs")
+
+
+def test_the_architectures_are_those_that_are_built() -> None:
+    source = (ROOT / "test/compile/test_compile_only.py").read_text()
+    built = {(b, a.rstrip("a")) for b, a in re.findall(r'\("(\w+)", "(\w+)", "\d', source)}
+    (line,) = re.findall(r"^\| GPU, kernels built.*$", README, re.MULTILINE)
+    triton, tilelang = line.split("TileLang")
+    for backend, said in {"triton": triton, "tilelang": tilelang}.items():
+        named = set(re.findall(r"sm_\d+|gfx\d+", said))
+        assert named | {"sm_90"} == {arch for b, arch in built if b == backend}

@@ -59,6 +59,10 @@ def describe(spec: OpSpec) -> dict[str, Any]:
             own = present - {name} - additive
             if spell(shape) not in seen.values():
                 seen[" and ".join(sorted(own))] = spell(shape)
+    everywhere = {o.name for o in spec.operands if not o.optional} | additive | {"out"}
+    for name in everywhere & shapes.keys():
+        if len(shapes[name]) == 1:  # no variant has another: it depends on no other operand
+            shapes[name] = {"": next(iter(shapes[name].values()))}
     backends, without = [], {}
     for name in registry.names():
         module = registry.load(name)
