@@ -92,6 +92,15 @@ def test_the_toy_backend_is_found_and_passes(tmp_path: Path) -> None:
         (tmp_path / name).write_text(code)
     install(tmp_path)
     run(page, tmp_path)
+    ((_, command),) = blocks(page, "bash")
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)[1:], "--dtype", "bf16"],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_snippet_is_run_by_a_test() -> None:
