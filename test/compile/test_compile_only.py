@@ -81,8 +81,8 @@ def test_kernels_compile(
     if backend == "tilelang":
         from lycoris.backends import tilelang
 
-        if not tilelang._has_nvcc():
-            pytest.skip("no nvcc")
+        if missing := tilelang._no_nvcc():
+            pytest.skip(missing)
     report = compile_for(backend, arch, part, tmp_path)
     builds = report["builds"]
     record_property("builds", builds)
