@@ -156,10 +156,8 @@ def _explain(args: argparse.Namespace) -> int:
     choice, failure = None, ""
     try:
         operands = explain.blanks(spec, Case("", sizes, present=tuple(present)), mix)
-    except (
-        TypeError,
-        RuntimeError,
-    ) as error:  # PyTorch counts no such sizes, and says it at length
+    except (TypeError, RuntimeError) as error:
+        # PyTorch counts no such sizes, and says it at length.
         raise UsageError(f"--shape: {args.shape}: no tensor has sizes like these") from error
     try:
         binding = spec.bind(operands)

@@ -286,7 +286,7 @@ def test_an_output_that_takes_no_more(capsys, monkeypatch):
 def test_an_output_that_nobody_reads(monkeypatch, kind):
     read, write = os.pipe()
     os.close(read)
-    broken = open(write, "w")  # noqa: SIM115
+    broken = open(write, "w")  # noqa: SIM115 (it is closed below, after the program has it)
     monkeypatch.setattr(sys, "stdout", None if kind == "closed" else broken)
     monkeypatch.setattr(sys, "argv", ["lycoris", "ops"])
     assert command() == 0

@@ -6,6 +6,7 @@ pack's channels too: they are set to zero, since even a zero of M would pass on 
 """
 
 # No annotations import from __future__: TileLang evaluates a prim_func's annotations in its scope.
+# The forms of a prim_func share its name, hence each no-redef below.
 # mypy: disable-error-code="valid-type"
 from math import gcd
 from typing import Any

@@ -1,6 +1,7 @@
 """v^T g of packs of neighbouring channels, and g + g M^T with it; see :mod:`.rotation_dense`."""
 
 # No annotations import from __future__: TileLang evaluates a prim_func's annotations in its scope.
+# The forms of a prim_func share its name, hence each no-redef below.
 # mypy: disable-error-code="valid-type"
 from typing import Any
 

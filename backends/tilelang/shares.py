@@ -1,6 +1,7 @@
 """Sums of partial sums: the second level of a reduction, each result rounded once."""
 
 # No annotations import from __future__: TileLang evaluates a prim_func's annotations in its scope.
+# They are values, which mypy takes for no types, and the forms of a prim_func share its name.
 from typing import Any
 
 import torch

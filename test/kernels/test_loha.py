@@ -8,6 +8,7 @@ import torch
 from lycoris.functional import loha_apply, loha_weight
 from lycoris.kernels.ops import loha
 from lycoris.kernels.ops.loha_apply import uses_khatri_rao
+from lycoris.kernels.plan import CHUNK
 from lycoris.kernels.schedule import Schedule
 
 F64 = torch.float64
@@ -205,10 +206,28 @@ def test_apply_allocates_neither_the_weight_nor_its_gradient(
 
 def test_partial_sums_stay_small_beside_the_weight() -> None:
     for m, n, rank in ((4096, 4096, 32), (4096, 4096, 64), (12288, 3072, 130), (3072, 12288, 48)):
-        plan, rows = loha.grads_plan(m, n, rank, 2, 132, False)
+        plan, rows = loha.grads_plan(m, n, rank, 2, 132, 0)
         tiles = (-(-n // plan.block_n), rows // plan.block_m)
         assert rows % plan.block_m == 0
         assert 8 * rank * (tiles[0] * rows + tiles[1] * n) <= max(m * n, 2**24)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("rank", [4, 16, 32, 130])
+@pytest.mark.parametrize(("m", "n"), [(4096, 4096), (3072, 12288), (1280, 1280), (4099, 3071)])
+def test_strips_cover_the_columns_in_chains_of_one_level(
+    m: int, n: int, rank: int, itemsize: int
+) -> None:
+    for stored in (2, 4):
+        plan, _ = loha.grads_plan(m, n, rank, itemsize, 132, stored)
+        strip, tiles = plan.strip(n), -(-n // plan.block_n)
+        assert (plan.splits - 1) * strip < tiles <= plan.splits * strip
+        assert strip * plan.block_n <= CHUNK
+        assert strip == 1 or (itemsize == 2 and rank <= plan.block_k)
+        # Two tiles of the gradient and what is made of one fit an A100.
+        assert plan.num_stages * plan.block_m * plan.block_n * stored <= 2**16 or strip == 1
+    if (m, n, rank, itemsize) == (4096, 4096, 16, 2):
+        assert loha.grads_plan(m, n, rank, itemsize, 132, 2)[0].splits == 8
 
 
 # -------------------------------------------------------------------------------------- bad input

@@ -207,7 +207,7 @@ def test_a_backend_without_the_kernel_adds_with_pytorch(
     exact = base.double() + a.double() @ b.double()
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-3)
     # With the family, the kernel is taken.
-    family = ModuleType("_toy.shares")
+    family = ModuleType("_toy.shares")  # mypy knows no attributes of it
     family.add_up = lambda parts, base, out, *rest, plan, policy: out.fill_(plan.block_n)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, family.__name__, family)
     Schedule(toy, FP32, CPU).add_up((parts, out))

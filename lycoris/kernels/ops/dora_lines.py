@@ -32,8 +32,7 @@ def tiles_plan(run: Schedule, weight: Tensor, group: int, rank: int, summed: boo
         return Plan(16, 32, 16, num_stages=1, splits=2)
     if rank:
         block_k = min(max(16, plan.power_of_2(rank)), 64)
-        # fp32 factors are products of three: their parts cost registers, as rows at odd addresses
-        # do.
+        # fp32 factors, products of three, cost registers, and so do rows at odd addresses.
         large = run.policy.compute.itemsize == 2 and columns % 8 == 0
         made = Plan(64, 64, block_k, 4, 1) if large else Plan(32, 64, block_k, 8, 1)
     else:
