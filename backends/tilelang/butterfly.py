@@ -21,7 +21,7 @@ from .rotation_layout import div, mod
 #: Columns that go through the stages of a butterfly together, rows at once: one for each thread.
 COLS, ROWS = 8, 32
 #: Entries of a gradient that a program sums, and neighbouring terms of each at once.
-ENTRIES, SHARES = 32, 8
+ENTRIES, SHARES = 64, 4
 #: Elements that a program packs, and its threads.
 PACKED, PACKERS = 1024, 256
 #: Elements that a program sums shares of, and its threads.

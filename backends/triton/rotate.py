@@ -41,18 +41,23 @@ def _channel(g, p, unit, stages, low):
 
 @triton.jit
 def _channels(
-    which, z, pack, groups, width, unit, stages, low, EVEN: tl.constexpr, FIRST: tl.constexpr
+    which, z, pack, groups, width, unit, stages, low,
+    FILLED: tl.constexpr, EVEN: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The channels at positions z of a pack, and which of them exist."""
+    """The channels at positions z of a pack, and which of them exist.
+
+    FILLED, positions of a pack that are any group's, is a constant for the compiler to see how far
+    neighbours are loaded together.
+    """
     if FIRST:
-        channel = (which * pack * width + z).to(tl.int64)
+        channel = (which * FILLED + z).to(tl.int64)
         if EVEN:
             return channel, tl.full(z.shape, True, tl.int1)
         else:
-            return channel, (z < pack * width) & (channel < groups * width)
+            return channel, (z < FILLED) & (channel < groups * width)
     else:
         g = which * pack + z // width
-        ok = (z < pack * width) & (g < groups)
+        ok = (z < FILLED) & (g < groups)
         return _channel(g, z % width, unit, stages, low).to(tl.int64), ok
 
 
@@ -66,57 +71,106 @@ def _tokens(tile, per, tokens, BLOCK: tl.constexpr, EVEN: tl.constexpr):
         return tile // per, t, t < tokens
 
 
-@kernel
-def _rotate(
-    x, base, extra, rescale, parts, power, out,
-    tiles, per, tokens, stride_o, stride_t, stride_c,
-    unit, stages, low, width, pack, groups, packs,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN_T: tl.constexpr, EVEN_C: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr,
-    DIFF: tl.constexpr, TRANSPOSED: tl.constexpr,
+@triton.jit
+def _finish(
+    acc, own, extra, rescale, power, out, at, inside, n, ok_n, which,
+    BLOCK_N: tl.constexpr, DIFF: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens by columns of one pack. ROWS: a token's channels are contiguous."""
-    COLUMNS: tl.constexpr = PADDED // BLOCK_N
-    pid = tl.program_id(0)
-    if ROWS:  # neighbours share the tokens, so that whole rows are read and written together
-        tile, column = pid // (packs * COLUMNS), pid % (packs * COLUMNS)
-    else:
-        tile, column = pid % tiles, pid // tiles
-    which = column // COLUMNS
-    outer, t, ok_t = _tokens(tile, per, tokens, BLOCK_T, EVEN_T)
-    start = outer.to(tl.int64) * stride_o + t[:, None] * stride_t
-    zn = column % COLUMNS * BLOCK_N + tl.arange(0, BLOCK_N)
-    n, ok_n = _channels(which, zn, pack, groups, width, unit, stages, low, EVEN_C, FIRST)
-    # M[k, n], or M[n, k].
-    m = parts + which.to(tl.int64) * PADDED * PADDED
-    step_n, step_k = (PADDED, 1) if TRANSPOSED else (1, PADDED)
-    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    for k0 in tl.range(0, PADDED, BLOCK_K):
-        zk = k0 + tl.arange(0, BLOCK_K)
-        k, ok_k = _channels(which, zk, pack, groups, width, unit, stages, low, EVEN_C, FIRST)
-        inside = ok_t[:, None] & ok_k[None, :]
-        v = tl.load(x + start + k[None, :] * stride_c, mask=inside, other=0.0).to(COMPUTE)
-        for part in tl.static_range(PARTS):  # the least first
-            at = (PARTS - 1 - part) * tl.cast(packs, tl.int64) * PADDED * PADDED
-            factor = tl.load(m + at + zk[:, None] * step_k + zn[None, :] * step_n)
-            acc = tl.dot(v, factor, acc, input_precision=PRECISION)
+    """Stores power * acc + factor * extra + (factor - DIFF) * own, factor that of the columns."""
     if power is not None:
         acc *= tl.load(power + which)
-    inside = ok_t[:, None] & ok_n[None, :]
-    at = start + n[None, :] * stride_c
     factor = tl.full((BLOCK_N,), 1.0, tl.float32)
     if rescale is not None:
         factor = tl.load(rescale + n, mask=ok_n, other=0.0).to(tl.float32)
     if extra is not None:
         acc += factor[None, :] * tl.load(extra + at, mask=inside, other=0.0).to(tl.float32)
-    if base is not None:
-        own = tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
+    if own is not None:
         if rescale is None:
             acc = tl.where(acc == 0.0, own, own + acc)  # keeps the sign of a zero
         else:
             acc += (factor - (1.0 if DIFF else 0.0))[None, :] * own
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _rotate(
+    x, base, extra, rescale, parts, power, out,
+    tiles, per, tokens, share, stride_o, stride_t, stride_c,
+    unit, stages, low, width, pack, groups, packs,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_T: tl.constexpr, EVEN_C: tl.constexpr, FILLED: tl.constexpr, FIRST: tl.constexpr,
+    ROWS: tl.constexpr, DIFF: tl.constexpr, TRANSPOSED: tl.constexpr, HELD: tl.constexpr,
+    STREAMED: tl.constexpr,
+):  # fmt: skip
+    """Tiles of tokens by columns of one pack. ROWS: a token's channels are contiguous.
+
+    STREAMED: a program keeps its columns of the matrix and takes ``share`` tiles of tokens.
+    HELD: x is the base, too, and its tile all of the pack.
+    """
+    COLUMNS: tl.constexpr = PADDED // BLOCK_N
+    pid = tl.program_id(0)
+    if ROWS:  # neighbours share the tokens, so that whole rows are read and written together
+        first, column = pid // (packs * COLUMNS) * share, pid % (packs * COLUMNS)
+    else:
+        shares = tl.cdiv(tiles, share)
+        first, column = pid % shares * share, pid // shares
+    which = column // COLUMNS
+    zn = column % COLUMNS * BLOCK_N + tl.arange(0, BLOCK_N)
+    n, ok_n = _channels(which, zn, pack, groups, width, unit, stages, low, FILLED, EVEN_C, FIRST)
+    # M[k, n], or M[n, k].
+    m = parts + which.to(tl.int64) * PADDED * PADDED
+    step_n, step_k = (PADDED, 1) if TRANSPOSED else (1, PADDED)
+    step = tl.cast(packs, tl.int64) * PADDED * PADDED
+    if STREAMED:
+        zk = tl.arange(0, PADDED)
+        k, ok_k = _channels(
+            which, zk, pack, groups, width, unit, stages, low, FILLED, EVEN_C, FIRST
+        )
+        at_m = m + zk[:, None] * step_k + zn[None, :] * step_n
+        m0 = tl.load(at_m)
+        if PARTS > 1:
+            m1 = tl.load(at_m + step)
+        if PARTS > 2:
+            m2 = tl.load(at_m + 2 * step)
+        for tile in tl.range(first, tl.minimum(first + share, tiles)):
+            outer, t, ok_t = _tokens(tile, per, tokens, BLOCK_T, EVEN_T)
+            start = outer.to(tl.int64) * stride_o + t[:, None] * stride_t
+            inside = ok_t[:, None] & ok_k[None, :]
+            v = tl.load(x + start + k[None, :] * stride_c, mask=inside, other=0.0)
+            at, inside = start + n[None, :] * stride_c, ok_t[:, None] & ok_n[None, :]
+            acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+            if PARTS > 2:  # the least first
+                acc = tl.dot(v.to(COMPUTE), m2, acc, input_precision=PRECISION)
+            if PARTS > 1:
+                acc = tl.dot(v.to(COMPUTE), m1, acc, input_precision=PRECISION)
+            acc = tl.dot(v.to(COMPUTE), m0, acc, input_precision=PRECISION)
+            own = None
+            if HELD:
+                own = v.to(tl.float32)
+            elif base is not None:
+                own = tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
+            _finish(acc, own, extra, rescale, power, out, at, inside, n, ok_n, which, BLOCK_N, DIFF)
+    else:
+        outer, t, ok_t = _tokens(first, per, tokens, BLOCK_T, EVEN_T)
+        start = outer.to(tl.int64) * stride_o + t[:, None] * stride_t
+        acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        for k0 in tl.range(0, PADDED, BLOCK_K):
+            zk = k0 + tl.arange(0, BLOCK_K)
+            k, ok_k = _channels(
+                which, zk, pack, groups, width, unit, stages, low, FILLED, EVEN_C, FIRST
+            )
+            inside = ok_t[:, None] & ok_k[None, :]
+            v = tl.load(x + start + k[None, :] * stride_c, mask=inside, other=0.0).to(COMPUTE)
+            for part in tl.static_range(PARTS):  # the least first
+                at_m = m + zk[:, None] * step_k + zn[None, :] * step_n
+                factor = tl.load(at_m + (PARTS - 1 - part) * step)
+                acc = tl.dot(v, factor, acc, input_precision=PRECISION)
+        at, inside = start + n[None, :] * stride_c, ok_t[:, None] & ok_n[None, :]
+        own = None
+        if base is not None:
+            own = tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
+        _finish(acc, own, extra, rescale, power, out, at, inside, n, ok_n, which, BLOCK_N, DIFF)
 
 
 def _layout(x: torch.Tensor, part: Pass) -> tuple[int, int, tuple[int, int, int], bool]:
@@ -162,8 +216,9 @@ def rotate(
     outer, tokens, strides, rows = _layout(x, part)
     per = triton.cdiv(tokens, plan.block_m)
     tiles = outer * per
+    share = triton.cdiv(tiles, plan.splits) if plan.splits > 1 else 1
     fixed = (
-        *(tiles, per, tokens, *strides),
+        *(tiles, per, tokens, share, *strides),
         *(part.unit, part.stages, part.low, part.width, part.pack, part.groups, part.packs),
     )
     options = {
@@ -176,14 +231,17 @@ def rotate(
         "BLOCK_K": plan.block_k,
         "EVEN_T": tokens % plan.block_m == 0,
         "EVEN_C": part.full,
+        "FILLED": part.pack * part.width,
         "FIRST": part.low == 1,
         "ROWS": rows,
         "DIFF": diff,
         "TRANSPOSED": transposed,
+        "HELD": base is x and plan.block_n == part.padded,
+        "STREAMED": plan.splits > 1,
         "num_warps": plan.num_warps,
         "num_stages": plan.num_stages,
     }
-    grid = (tiles * part.packs * (part.padded // plan.block_n),)
+    grid = (triton.cdiv(tiles, share) * part.packs * (part.padded // plan.block_n),)
     args = (x, base, extra, rescale, parts, power, out)
     launch = _rotate.prepare(grid, args, options, fixed)
     return lambda *args: launch(*args[:7])
@@ -196,7 +254,7 @@ def _gram(
     unit, stages, low, width, pack, groups, packs,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, FLUSH: tl.constexpr,
-    EVEN_T: tl.constexpr, EVEN_C: tl.constexpr, FIRST: tl.constexpr,
+    EVEN_T: tl.constexpr, EVEN_C: tl.constexpr, FILLED: tl.constexpr, FIRST: tl.constexpr,
     BASE: tl.constexpr, DIFF: tl.constexpr,
 ):  # fmt: skip
     """One tile of one share of one pack's x^T g, and its tokens' g M^T + base if asked for.
@@ -208,8 +266,8 @@ def _gram(
     which = pid // (COLUMNS * COLUMNS)
     zj = pid // COLUMNS % COLUMNS * BLOCK_N + tl.arange(0, BLOCK_N)
     zc = pid % COLUMNS * BLOCK_N + tl.arange(0, BLOCK_N)
-    j, ok_j = _channels(which, zj, pack, groups, width, unit, stages, low, EVEN_C, FIRST)
-    c, ok_c = _channels(which, zc, pack, groups, width, unit, stages, low, EVEN_C, FIRST)
+    j, ok_j = _channels(which, zj, pack, groups, width, unit, stages, low, FILLED, EVEN_C, FIRST)
+    c, ok_c = _channels(which, zc, pack, groups, width, unit, stages, low, FILLED, EVEN_C, FIRST)
     begin = tl.program_id(1) * share
     part_sum = tl.zeros((BLOCK_N, BLOCK_N), tl.float32)
     if FLUSH:
@@ -302,6 +360,7 @@ def gram(
         "FLUSH": FLUSH // plan.block_k if share * plan.block_k > FLUSH else 0,
         "EVEN_T": tokens % plan.block_k == 0,
         "EVEN_C": part.full,
+        "FILLED": part.pack * part.width,
         "FIRST": part.low == 1,
         "BASE": base,
         "DIFF": diff,

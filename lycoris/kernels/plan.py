@@ -15,7 +15,7 @@ import torch
 CHUNK = 512
 #: Terms of sums of partial sums that a program adds at once: 16 a thread of 4 warps, and at most
 #: 32 a thread of 16.
-_ADDED, _MOST_ADDED = 2048, 16384
+_ADDED, _MOST_ADDED = 1024, 16384
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,19 +115,20 @@ def passes(stages: int, size: int, channels: int, butterfly: bool) -> tuple[Pass
 def solve_plan(size: int, device: torch.device) -> Plan:
     """block_m: blocks solved side by side; block_n: columns of a tile.
 
-    A block of up to 16 is one warp's: what it sums is then a matter of shuffles. One of 32 has four
-    times the products, and keeps all of a multiprocessor's fp64 units busy.
+    A block is one warp's: what it sums is then a matter of shuffles.
     """
     simulated = not multiprocessors(device)
     tile = min(TILE // 2 if simulated else TILE, power_of_2(size))
     elements = 4096 if simulated else 256  # an interpreter pays by the operation
-    return Plan(max(1, elements // (tile * tile)), tile, tile, 1 if size <= 16 else 4, 1)
+    return Plan(max(1, elements // (tile * tile)), tile, tile, 1, 1)
 
 
 def return_plan(size: int, device: torch.device) -> Plan:
     """block_m: blocks led back side by side; block_n: columns of a tile."""
     plan = solve_plan(size, device)
-    return replace(plan, num_warps=8 if plan.block_n > 16 else 4 if plan.block_n == 16 else 1)
+    if plan.block_n > 8:
+        return replace(plan, num_warps=plan.block_n // 4)
+    return replace(plan, block_m=2 * plan.block_m, num_warps=2)
 
 
 def compose_plan(part: Pass, device: torch.device) -> Plan:
@@ -147,7 +148,7 @@ def pack_plan(part: Pass, device: torch.device) -> Plan:
 def stage_plan(part: Pass, device: torch.device) -> Plan:
     """block_n entries of a stage's gradient at once, block_k of the rows that they sum."""
     simulated = not multiprocessors(device)
-    return Plan(1, 1024 if simulated else 128, 32 if simulated else 16, 4, 1)
+    return Plan(1, 1024 if simulated else 64, 32 if simulated else 8, 4, 1)
 
 
 def unpack_plan(device: torch.device) -> Plan:
@@ -158,14 +159,21 @@ def unpack_plan(device: torch.device) -> Plan:
 def rotate_plan(
     part: Pass, tokens: int, compute: torch.dtype, rescaled: bool, device: torch.device
 ) -> Plan:
-    """block_m tokens by block_n columns of the output, block_k of the contraction at once."""
+    """block_m tokens by block_n columns of the output, block_k of the contraction at once.
+
+    ``splits``: shares of the tokens, each a program's, where a pack is one tile.
+    """
     size, wide = part.padded, compute is torch.float32
     if not multiprocessors(device):
-        return Plan(64, min(64, size), min(64, size), dynamic="m")
+        shares = 2 if size <= FUSED and not wide and tokens > 64 else 1
+        return Plan(64, min(64, size), min(64, size), splits=shares, dynamic="m")
     if size <= FUSED:
-        most = 128 if part.full and not (wide or rescaled) else 64
-        rows = min(most, max(16, power_of_2(tokens)))
-        return Plan(rows, size, 16 if wide else size, 4, 1, dynamic="m")
+        rows = min(64, max(16, power_of_2(tokens)))
+        if wide:
+            return Plan(rows, size, 16, 4, 1, dynamic="m")
+        # Shares of the tokens; the next tile is on its way while one is multiplied.
+        shares = min(4 * multiprocessors(device) // part.packs, -(-tokens // rows))
+        return Plan(rows, size, size, 4, 4, max(1, shares), dynamic="m")
     if wide:
         return Plan(64, 64, 32, 4, 2, dynamic="m")
     return Plan(128, 128, 64, 8, 2, dynamic="m")
@@ -184,7 +192,7 @@ def gram_plan(
     side = size if fits else 64 if wide else 128
     tiles = part.packs * (size // side) ** 2
     splits = max(1, min((4 if fits else 2) * units // tiles, -(-tokens // rows)))
-    warps = 8 if side > FUSED or (wide and side > 32) or rescaled or not part.full else 4
+    warps = 8 if side > FUSED or (wide and side > 32) or rescaled else 4
     return Plan(side, side, rows, warps, 2 if wide else 3 if fits else 4, splits, "k")
 
 

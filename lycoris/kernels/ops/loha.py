@@ -50,11 +50,11 @@ def grads_plan(
         if itemsize == 4:  # contracted along both sides: see docs/numerics.md on fp32
             plan = Plan(32, 32, block_k, 4, 3, dynamic="k")
         else:
-            # Wider tiles leave fewer partial sums; over a longer rank they would spill, and two of
-            # an fp32 gradient fill a multiprocessor.
-            stages = 1 if rank > block_k else 2 if stored else 3
-            wide = rank <= 16 and stored <= 2
-            plan = Plan(128, 128 if wide else 64, block_k, 8, stages, dynamic="k")
+            # Four warps where a gradient is read as it is, and one step takes the rank: a longer
+            # one would spill, and three tiles of an fp32 gradient are too many.
+            streamed = rank <= 16 and 0 < stored <= 2
+            stages = 1 if rank > block_k else 2 if stored and not streamed else 3
+            plan = Plan(128, 64, block_k, 4 if streamed else 8, stages, dynamic="k")
     tiles_m, tiles_n = tile_count(m, plan.block_m), tile_count(n, plan.block_n)
     strip = 1
     if stored and rank <= plan.block_k and itemsize < 4:  # else registers would not hold the sums
