@@ -108,6 +108,18 @@ def copies(
     return load, load_alone, store
 
 
+def share_of(x: torch.Tensor, plan: Plan, block: int) -> int:
+    """Tiles of ``block`` tokens to a share: few different numbers, since a kernel is made for each.
+
+    A pipeline that also stores lowers over a constant number of steps only.
+    """
+    a, _, b = x.shape
+    tiles = -(-a // block) if b == 1 else a * -(-b // block)
+    least = -(-tiles // plan.splits)
+    power = 1 << (least - 1).bit_length()
+    return 3 * power // 4 if 3 * power // 4 >= least else power
+
+
 def rotate(
     x: torch.Tensor,
     base: torch.Tensor | None,
@@ -122,10 +134,12 @@ def rotate(
     on_cpu = not out.is_cuda
     count, packs, padded, _ = parts.shape
     flags = (base is not None, base is x, power is not None, transposed)
+    streamed = plan.splits > 1 and plan.block_k == padded and part.full
     params = (
         (*shape_of(x), None if on_cpu else packs),
         (count, padded, part.pack * part.width),
         (plan.block_m, plan.block_n, plan.block_k),
+        (plan.splits, None if on_cpu else share_of(x, plan, plan.block_m)) if streamed else None,
         (x.dtype, out.dtype),
         flags,
         (1 if on_cpu else 32 * plan.num_warps, 1 if on_cpu else plan.num_stages),
@@ -157,15 +171,17 @@ def rotate_kernel(
     shape: tuple[Any, ...],
     matrix: tuple[int, int, int],
     blocks: tuple[int, int, int],
+    shares: tuple[int, int | None] | None,
     dtypes: tuple[torch.dtype, torch.dtype],
     flags: tuple[bool, bool, bool, bool],
     launch: tuple[int, int],
 ) -> Any:
-    """A tile of tokens by channels of one pack.
+    """Tiles of tokens by channels of one pack.
 
     ``shape``: A, C, B, whether a token's channels are contiguous (B = 1), packs. ``matrix``: parts,
-    their width, and channels of a pack. Where the channels are not contiguous the product is that
-    of the transposes.
+    their width, and channels of a pack. ``shares`` of the tokens, and tiles of each (None: as many
+    as it takes): a program keeps its columns of the matrix and streams a share; without, it takes
+    one tile. Where the channels are not contiguous the product is that of the transposes.
     """
     import tilelang.language as T
 
@@ -186,7 +202,12 @@ def rotate_kernel(
     columns = P * (padded // block_n)
     per = T.ceildiv(A, block_t) if rows else T.ceildiv(B, block_t)
 
-    _, load, _ = copies(T, rows, span, padded, (A, C, B), (block_t, block_k))
+    tiles = per if rows else per * A
+    splits, share = shares or (tiles, 1)
+    share = T.ceildiv(tiles, splits) if share is None else share
+    depth = stages if shares is None or shares[1] is None else min(stages, shares[1])
+
+    arrive, load, _ = copies(T, rows, span, padded, (A, C, B), (block_t, block_k))
     _, load_base, store = copies(T, rows, span, padded, (A, C, B), (block_t, block_n))
 
     @T.macro
@@ -204,8 +225,34 @@ def rotate_kernel(
             T.gemm(ms, xs, acc, transpose_A=not transposed)
 
     @T.macro
+    def products(xs: Any, m0: Any, m1: Any, m2: Any, acc: Any) -> None:  # the least first
+        if count > 2:
+            product(xs, m2, acc)
+        product(xs, m1, acc)
+        product(xs, m0, acc)
+
+    @T.macro
+    def finish(
+        xs: Any, base: Any, base_s: Any, power: Any, out: Any, out_s: Any, acc: Any, tile: Any,
+        which: Any, z0: Any,
+    ) -> None:  # fmt: skip
+        outer = 0 if rows else tile // per
+        t0 = (tile if rows else tile % per) * block_t
+        if based and not held:
+            load_base(base, base_s, outer, t0, which, z0)
+        for i, j in T.Parallel(*tile_shape):
+            if scaled:
+                acc[i, j] *= power[which]
+            if based:
+                value = T.cast(xs[i, j] if held else base_s[i, j], "float32")
+                # Keeps the sign of a zero.
+                acc[i, j] = T.if_then_else(acc[i, j] == 0, value, acc[i, j] + value)
+        T.copy(acc, out_s)
+        store(out, out_s, outer, t0, which, z0)
+
+    @T.macro
     def body(x: Any, base: Any, parts: Any, power: Any, out: Any) -> None:
-        with T.Kernel(per * columns * (1 if rows else A), threads=threads) as pid:
+        with T.Kernel(splits * columns, threads=threads) as pid:
             xs = T.alloc_shared(x_tile, compute)
             m0 = T.alloc_shared(m_tile, compute)
             m1 = T.alloc_shared(m_tile, compute)
@@ -214,33 +261,35 @@ def rotate_kernel(
             out_s = T.alloc_shared(tile_shape, out_dtype)
             acc = T.alloc_fragment(tile_shape, "float32")
             # Neighbours share the tokens where rows are read, else the matrix.
-            tile = pid // columns if rows else pid % (per * A)
-            column = pid % columns if rows else pid // (per * A)
-            outer = 0 if rows else tile // per
-            t0 = (tile if rows else tile % per) * block_t
+            first = pid // columns if rows else pid % splits
+            column = pid % columns if rows else pid // splits
             which = column // (padded // block_n)
             z0 = column % (padded // block_n) * block_n
-            T.clear(acc)
-            for k in T.Pipelined(steps, num_stages=stages):
-                load(x, xs, outer, t0, which, k * block_k)
-                matrices(parts, m0, 0, which, z0, k * block_k)
-                matrices(parts, m1, 1, which, z0, k * block_k)
+            if shares:
+                matrices(parts, m0, 0, which, z0, 0)
+                matrices(parts, m1, 1, which, z0, 0)
                 if count > 2:
-                    matrices(parts, m2, 2, which, z0, k * block_k)
-                    product(xs, m2, acc)
-                product(xs, m1, acc)  # the least first
-                product(xs, m0, acc)
-            if based and not held:
-                load_base(base, base_s, outer, t0, which, z0)
-            for i, j in T.Parallel(*tile_shape):
-                if scaled:
-                    acc[i, j] *= power[which]
-                if based:
-                    value = T.cast(xs[i, j] if held else base_s[i, j], "float32")
-                    # Keeps the sign of a zero.
-                    acc[i, j] = T.if_then_else(acc[i, j] == 0, value, acc[i, j] + value)
-            T.copy(acc, out_s)
-            store(out, out_s, outer, t0, which, z0)
+                    matrices(parts, m2, 2, which, z0, 0)
+                for step in T.Pipelined(share, num_stages=depth):
+                    # A tile beyond the last is read as zeros and stored nowhere.
+                    tile = first * share + step
+                    outer = 0 if rows else tile // per
+                    arrive(x, xs, outer, (tile if rows else tile % per) * block_t, which, 0)
+                    T.clear(acc)
+                    products(xs, m0, m1, m2, acc)
+                    finish(xs, base, base_s, power, out, out_s, acc, tile, which, z0)
+            else:
+                outer = 0 if rows else first // per
+                t0 = (first if rows else first % per) * block_t
+                T.clear(acc)
+                for k in T.Pipelined(steps, num_stages=min(stages, steps)):
+                    load(x, xs, outer, t0, which, k * block_k)
+                    matrices(parts, m0, 0, which, z0, k * block_k)
+                    matrices(parts, m1, 1, which, z0, k * block_k)
+                    if count > 2:
+                        matrices(parts, m2, 2, which, z0, k * block_k)
+                    products(xs, m0, m1, m2, acc)
+                finish(xs, base, base_s, power, out, out_s, acc, first, which, z0)
 
     parts_type = T.Tensor((count, P, padded, padded), compute)
     if scaled:

@@ -11,7 +11,7 @@ from lycoris.kernels.plan import Plan
 from lycoris.kernels.rotation import Pass
 
 from .common import NAMES, build
-from .rotation_dense import as_rows, copies, shape_of, sizes
+from .rotation_dense import as_rows, copies, shape_of, share_of, sizes
 
 
 def gram(
@@ -35,7 +35,7 @@ def gram(
         (*shape_of(x), None if on_cpu else packs),
         (0 if parts is None or not fused else parts.shape[0], padded, part.pack * part.width),
         (plan.block_k, plan.block_n, plan.splits),
-        None if on_cpu else _share(x, plan),
+        None if on_cpu else share_of(x, plan, plan.block_k),
         x.dtype,
         (base and fused, power is not None and fused),
         (1 if on_cpu else 32 * warps, 1 if on_cpu else plan.num_stages),
@@ -58,18 +58,6 @@ def gram(
             kernel(*streams, parts, *power_, as_rows(out))
 
     return launch
-
-
-def _share(x: torch.Tensor, plan: Plan) -> int:
-    """Tiles of tokens to a share: few different numbers, since a kernel is made for each.
-
-    A pipeline that also stores lowers over a constant number of steps only.
-    """
-    a, _, b = x.shape
-    tiles = -(-a // plan.block_k) if b == 1 else a * -(-b // plan.block_k)
-    least = -(-tiles // plan.splits)
-    power = 1 << (least - 1).bit_length()
-    return 3 * power // 4 if 3 * power // 4 >= least else power
 
 
 def gram_kernel(

@@ -45,7 +45,10 @@ def _low_rank(
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
     EVEN_R: tl.constexpr, ONE_STEP: tl.constexpr, FLUSH: tl.constexpr,
 ):  # fmt: skip
-    """The tile (rm, rn) of a @ b in fp32; in two levels where R is longer than FLUSH."""
+    """The tile (rm, rn) of a @ b in fp32; in two levels where R is longer than FLUSH.
+
+    Where R is a constant, rows of 8 elements, too, are loaded at once.
+    """
     part = tl.zeros((rm.shape[0], rn.shape[0]), tl.float32)
     if FLUSH:
         total = tl.zeros((rm.shape[0], rn.shape[0]), tl.float32)
@@ -160,8 +163,8 @@ def _leave_rows(part, slot, rows, local, rank_columns, ok_r, R, value):
 
 @kernel
 def _factor_grads(
-    grad, x, a1, b1, a2, b2, part_a, part_b, scale, start, tokens, M, N, R, rows,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, RANK_PRECISION: tl.constexpr,
+    grad, x, a1, b1, a2, b2, part_a, part_b, scale, start, tokens, M, N, rows,
+    R: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, RANK_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_R: tl.constexpr,
     ONE_STEP: tl.constexpr, FLUSH_R: tl.constexpr, FLUSH: tl.constexpr, STRIP: tl.constexpr,
@@ -273,6 +276,7 @@ def factor_grads(
     rows = part_a.shape[2]
     strip = plan.strip(n)
     options = {
+        "R": rank,
         "COMPUTE": TL_DTYPE[policy.compute],
         "PRECISION": input_precision(
             policy, min(m, n, n if x is None else x.shape[0]), _MIN_TRIPLE
@@ -293,7 +297,7 @@ def factor_grads(
     tokens = 0 if x is None else x.shape[0]
     args = (grad, x, w1_a, w1_b, w2_a, w2_b, part_a, part_b, scale, start)
     grid = (rows // plan.block_m * plan.splits,)
-    return _factor_grads.prepare(grid, args, options, (tokens, m, n, rank, rows))
+    return _factor_grads.prepare(grid, args, options, (tokens, m, n, rows))
 
 
 @kernel

@@ -52,9 +52,10 @@ def grads_plan(
         else:
             # Four warps where a gradient is read as it is, and one step takes the rank: a longer
             # one would spill, and three tiles of an fp32 gradient are too many.
-            streamed = rank <= 16 and 0 < stored <= 2
+            streamed = rank <= block_k and 0 < stored <= 2
             stages = 1 if rank > block_k else 2 if stored and not streamed else 3
-            plan = Plan(128, 64, block_k, 4 if streamed else 8, stages, dynamic="k")
+            rows = 64 if streamed and rank > 16 else 128
+            plan = Plan(rows, 64, block_k, 4 if streamed else 8, stages, dynamic="k")
     tiles_m, tiles_n = tile_count(m, plan.block_m), tile_count(n, plan.block_n)
     strip = 1
     if stored and rank <= plan.block_k and itemsize < 4:  # else registers would not hold the sums
