@@ -37,61 +37,102 @@ def _reversed(y, bits):
     return y >> (8 - bits)
 
 
+@triton.jit
+def _added(sums, factor, entry, mask, STEP: tl.constexpr, OWN: tl.constexpr):
+    """Each of OWN sums and factor times its entry of S, which are STEP apart."""
+    found = ()
+    for r in tl.static_range(OWN):
+        found += (sums[r] + factor * tl.load(entry + r * STEP, mask=mask, other=0.0),)
+    return found
+
+
 @kernel
 def _compose(
     scaled, found,
     stages, first, low, width, groups, count,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    SIZE: tl.constexpr, OWN: tl.constexpr, ITEMS: tl.constexpr, COLS: tl.constexpr,
+    CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one group through every stage: a stage mixes the rows of a column.
 
-    A stage reads what this program stored at the stage before, hence the barriers.
+    An item is OWN neighbouring rows, whose sums are of the same rows of the stage before: a thread
+    makes them all, and loads those rows once. SIZE columns have the same blocks in every stage, and
+    the same half of them in all but the last: up to that many, entries are loaded by row alone. A
+    stage reads what this program stored at the one before, hence the barriers.
     """
     UNIT: tl.constexpr = SIZE // 2
+    TERMS: tl.constexpr = SIZE if TRANSPOSED else UNIT
+    PER: tl.constexpr = (UNIT if TRANSPOSED else SIZE) // OWN  # items of one block
     group = tl.program_id(1)
-    c = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
-    y, u = _reversed(c // UNIT, stages), c % UNIT
-    for at in tl.range(0, stages - 1 if TRANSPOSED else stages):
-        stage = at if TRANSPOSED else stages - 1 - at
-        inner = y & ((1 << stage) - 1)
-        half = y >> stage & 1
+    if COLS < 2 * SIZE:
+        SPLIT: tl.constexpr = (SIZE + COLS - 1) // COLS
+        beside = tl.program_id(0) // SPLIT
+        q = tl.program_id(0) % SPLIT * COLS + tl.arange(0, COLS)[None, :]
+        c = beside * SIZE + q
+        inside = q < SIZE
+    else:
+        c = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
+        beside, q = c // SIZE, c % SIZE
+        inside = c < width
+    y = _reversed(2 * beside, stages)
+    base = (group // low * (width // SIZE) * low + group % low).to(tl.int64)
+    if not TRANSPOSED:
+        # Of the last stage alone.
+        near = found + _product(stages - 1, group, groups, width) + c
+        block = (first + stages - 1) * tl.cast(count, tl.int64) + base + y * low
+        entry = scaled + block * (SIZE * SIZE) + (2 * (q % UNIT) + q // UNIT) * SIZE
+        for n0 in tl.range(0, SIZE, ITEMS):
+            n = n0 + tl.arange(0, ITEMS)[:, None]
+            ok = inside & (n < SIZE)
+            value = tl.load(entry + 2 * (n % UNIT) + n // UNIT, mask=ok, other=0.0)
+            tl.store(near + n * width, value, mask=ok)
+        tl.debug_barrier()
+    for at in tl.range(0, stages - 1):
+        stage = at if TRANSPOSED else stages - 2 - at
+        inner, half = y & ((1 << stage) - 1), y >> stage & 1
         near = found + _product(stage, group, groups, width) + c
         far = found + _product(stage + 1, group, groups, width) + c
-        stored = width >> stage + 1 if TRANSPOSED else width >> stage
-        for tile in tl.range(0, tl.cdiv(stored, ROWS)):
-            n = tile * ROWS + tl.arange(0, ROWS)[:, None]
-            ok = (c < width) & (n < stored)
-            outer = n // UNIT if TRANSPOSED else n // SIZE
-            within = (outer << stage) + inner
-            block = ((first + stage) * count + _block(group, within, low, width // SIZE)).to(
-                tl.int64
-            )
+        block = (first + stage) * tl.cast(count, tl.int64) + base + inner * low
+        entries = scaled + (block * SIZE + half) * SIZE
+        items = (width >> stage) // SIZE * PER
+        for item0 in tl.range(0, items, ITEMS):
+            item = item0 + tl.arange(0, ITEMS)[:, None]
+            ok = inside & (item < items)
+            known = item < items if COLS < 2 * SIZE else ok
+            outer, own = item // PER, item % PER * OWN
+            of_block = entries + (outer << stage).to(tl.int64) * low * (SIZE * SIZE)
+            sums = ()
             if TRANSPOSED:
-                i = n % UNIT
-                value = tl.load(near + ((2 * outer + half) * UNIT + i) * width, mask=ok, other=0.0)
-                entry = scaled + (block * SIZE + 2 * i + half) * SIZE
-                for j0 in tl.range(0, SIZE, CHUNK):
+                rows = near + outer * SIZE * width
+                of_block += 2 * own * SIZE
+                for r in tl.static_range(OWN):
+                    same = rows + (half * UNIT + own + r) * width
+                    sums += (tl.load(same, mask=ok, other=0.0),)
+                for t0 in tl.range(0, TERMS, CHUNK):
                     for step in tl.static_range(CHUNK):
-                        j = j0 + step
-                        row = (2 * outer + j % 2) * UNIT + j // 2
-                        mixed = tl.load(near + row * width, mask=ok, other=0.0)
-                        value += mixed * tl.load(entry + j, mask=ok, other=0.0)
-                tl.store(far + n * width, value, mask=ok)
+                        t = t0 + step
+                        mixed = tl.load(rows + (t % 2 * UNIT + t // 2) * width, mask=ok, other=0.0)
+                        sums = _added(sums, mixed, of_block + t, known, 2 * SIZE, OWN)
+                made = far + (outer * UNIT + own) * width
             else:
-                bit, own = n // UNIT % 2, n % UNIT
-                entry = scaled + (block * SIZE + half) * SIZE + 2 * own + bit
-                known = ok & (stage < stages - 1)
-                mine = known & (bit == half)
-                value = tl.load(far + (outer * UNIT + own) * width, mask=mine, other=0.0)
-                inside = ok & (outer == y >> stage + 1)
-                value += tl.load(entry + 2 * u * SIZE, mask=inside, other=0.0)
-                for i0 in tl.range(0, UNIT, CHUNK):
+                rows = far + outer * UNIT * width
+                bit, own = own // UNIT, own % UNIT
+                of_block += 2 * own + bit
+                mine = ok & (bit == half)
+                for r in tl.static_range(OWN):
+                    sums += (tl.load(rows + (own + r) * width, mask=mine, other=0.0),)
+                # The column's 1 of S^T (I + N') is in this row of one outer.
+                there = (q // UNIT << stages - 2 - stage) + (y >> stage + 1)
+                one = tl.where(outer == there, q % UNIT, -1)
+                for t0 in tl.range(0, TERMS, CHUNK):
                     for step in tl.static_range(CHUNK):
-                        i = i0 + step
-                        mixed = tl.load(far + (outer * UNIT + i) * width, mask=known, other=0.0)
-                        value += mixed * tl.load(entry + 2 * i * SIZE, mask=known, other=0.0)
-                tl.store(near + n * width, value, mask=ok)
+                        t = t0 + step
+                        mixed = tl.load(rows + t * width, mask=ok, other=0.0)
+                        mixed += tl.where(one == t, 1.0, 0.0)
+                        sums = _added(sums, mixed, of_block + 2 * t * SIZE, known, 2, OWN)
+                made = near + (outer * SIZE + bit * UNIT + own) * width
+            for r in tl.static_range(OWN):
+                tl.store(made + r * width, sums[r], mask=ok)
         tl.debug_barrier()
 
 
@@ -121,13 +162,21 @@ def compose(
     """
     options = {
         "SIZE": part.size,
-        "ROWS": plan.block_m,
+        "OWN": plan.block_k,
+        "ITEMS": plan.block_m,
         "COLS": plan.block_n,
         "CHUNK": _chunk(part.size if transposed else part.unit),
         "TRANSPOSED": transposed,
         "num_warps": plan.num_warps,
     }
-    grid = (triton.cdiv(part.width, plan.block_n), part.groups)
+    if not torch.version.hip:
+        # Left alone, ptxas takes 40, and four loads of a step are on their way; with these 25.
+        options["maxnreg"] = 128
+    if plan.block_n < 2 * part.size:
+        columns = part.width // part.size * triton.cdiv(part.size, plan.block_n)
+    else:
+        columns = triton.cdiv(part.width, plan.block_n)
+    grid = (columns, part.groups)
     fixed = (part.stages, part.first, part.low, part.width, part.groups, scaled.shape[1])
     launch = _compose.prepare(grid, (scaled, found), options, fixed)
     return lambda scaled, found, part, transposed: launch(scaled, found)

@@ -132,10 +132,15 @@ def return_plan(size: int, device: torch.device) -> Plan:
 
 
 def compose_plan(part: Pass, device: torch.device) -> Plan:
-    """block_n: columns of a group that go through its stages together, block_m rows at once."""
+    """block_n: columns of a group that go through its stages together.
+
+    block_m items at once of block_k rows each, which have their terms in common.
+    """
+    rows = next(n for n in (4, 3, 2, 1) if part.unit % n == 0)
     if not multiprocessors(device):
-        return Plan(128, 64, 1, 4, 1)
-    return Plan(64, 16, 1, 8, 1)
+        return Plan(128, 64, rows, 4, 1)
+    items = min(32, power_of_2(part.width // (2 * rows)))
+    return Plan(items, 8, rows, max(1, items // 8), 1)
 
 
 def pack_plan(part: Pass, device: torch.device) -> Plan:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lycoris.functional import boft_apply, boft_weight, oft_apply, oft_weight
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
+from lycoris.kernels.rotation import compose_plan, passes
 
 F64 = torch.float64
 
@@ -214,6 +215,47 @@ def test_the_gradient_of_a_solve(fused: str, size: int, tile: int) -> None:
     again = torch.full_like(out, float("nan"))
     rotate.cayley_gradient(exact, shares, again, 2, **how)
     torch.testing.assert_close(again, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "stages"), [(2, 3), (6, 3), (8, 4), (10, 2), (32, 2)])
+def test_products_of_stages(fused: str, size: int, stages: int) -> None:
+    """In tiles of a GPU's plan; only columns that have their blocks in common load them once."""
+    (part,) = passes(stages, size, size << stages, True)
+    scaled = rand(stages, 1 << stages, size, size) * 0.3
+    given = rand(part.products, seed=1)
+    butterfly = importlib.import_module(f"lycoris.backends.{fused}.butterfly")
+    rows = compose_plan(part, torch.device("cpu")).block_k
+    policy = Policy(torch.float32, torch.float32)
+    found = []
+    for plan in (Plan(8, 8, rows, 4, 1), Plan(16, 64, rows, 4, 1)):
+        products, grads = given.clone(), given.clone()
+        butterfly.compose(scaled, products, part, False, plan=plan, policy=policy)
+        butterfly.compose(scaled, grads, part, True, plan=plan, policy=policy)
+        found.append((products, grads))
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-14, rtol=1e-14)
+    # The first product is that of the whole butterfly.
+    products, _ = found[0]
+    width, first = part.width, part.groups * part.width**2
+    eye = torch.eye(size << stages, dtype=F64)
+    for stage in range(stages):
+        turned = eye.new_zeros(eye.shape)
+        unit = size // 2 << stage
+        for block in range(1 << stages):
+            start = block // (1 << stage) * (size << stage) + block % (1 << stage) * (size // 2)
+            at = torch.cat(
+                [torch.arange(size // 2) + start, torch.arange(size // 2) + start + unit]
+            )
+            at = at.view(2, -1).t().reshape(-1)
+            turned[at[:, None], at] = scaled[stage, block]
+        eye = eye + turned @ eye
+    order = torch.arange(width).view(-1, size // 2)
+    bits = [int(f"{y:0{stages}b}"[::-1], 2) for y in range(1 << stages)]
+    order = order[bits].reshape(-1)
+    for group in range(part.groups):
+        own = slice(group * width, (group + 1) * width)
+        want = (eye[own, own] - torch.eye(width, dtype=F64)).t()[:, order]
+        torch.testing.assert_close(products[:first].view(-1, width, width)[group], want)
 
 
 # --------------------------------------------------------------------------------- errors
