@@ -1,5 +1,7 @@
 """The small matrices of a rotation, in fp64: stages multiplied, packed, and their gradients."""
 
+# The tuples of a kernel grow.
+# mypy: disable-error-code="assignment"
 from __future__ import annotations
 
 import torch

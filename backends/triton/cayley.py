@@ -1,5 +1,7 @@
 """The Cayley solve of a rotation's blocks, D = R - I = 2 (I - Q)^-1 Q, and back; all in fp64."""
 
+# The tuples of a kernel grow.
+# mypy: disable-error-code="assignment,misc"
 from __future__ import annotations
 
 import torch
@@ -44,20 +46,32 @@ def _side_by_side(count, NB: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _inverse_less_identity(v, i, j, size):
-    """(I + V)^-1 - I, in place of V: no digit is lost to I, however small V is.
+def _of_column(row, j, k):
+    """Entry k of a row of each block, along the row."""
+    return tl.gather(row, j * 0 + k, 1)
 
-    A step inverts one pivot of the tableau; only the diagonal is kept less I.
+
+@triton.jit
+def _inverse_less_identity(rows, j, TILE: tl.constexpr):
+    """(I + V)^-1 - I of the rows of V: no digit is lost to I, however small V is.
+
+    ``rows`` are those of NB blocks, (NB, TILE) each, and ``j`` their columns. A step inverts one
+    pivot of the tableau, of which the diagonal alone is kept less I, and turns the rows, so that
+    the next pivot's is the first. Beyond a block, V is zero and stays so.
     """
-    for k in tl.range(0, size):
-        at_i, at_j = i == k, j == k
-        col = tl.sum(tl.where(at_j, v, 0.0), axis=2)[:, :, None]
-        row = tl.sum(tl.where(at_i, v, 0.0), axis=1)[:, None, :]
-        inverse = 1.0 / (1.0 + tl.sum(tl.where(at_j, row, 0.0), axis=2)[:, :, None])
-        col *= inverse
-        rest = tl.where(at_i, 0.0, v) - tl.where(at_i, -inverse, col) * row
-        v = tl.where(at_j, -col, rest)
-    return v
+    inverse = 1.0 / (1.0 + _of_column(rows[0], j, 0))
+    for k in tl.range(0, TILE):
+        here = j == k
+        row = rows[0] * inverse
+        factor = tl.where(here, inverse, row)
+        turned = ()
+        for i in tl.static_range(1, TILE):
+            turned += (tl.where(here, 0.0, rows[i]) - _of_column(rows[i], j, k) * factor,)
+        turned += (tl.where(here, -row, row),)
+        # Here, so that it is on its way beside the sums above.
+        inverse = 1.0 / (1.0 + _of_column(turned[0], j, (k + 1) % TILE))
+        rows = turned
+    return rows
 
 
 @kernel
@@ -77,12 +91,19 @@ def _eliminate(
     if held is not None:
         factor *= tl.load(held)
     if ONE:
-        ok = (block >= 0) & (i < size) & (j < size)
-        upper = tl.load(source + (block * size + i) * size + j, mask=ok, other=0.0)
-        lower = tl.load(source + (block * size + j) * size + i, mask=ok, other=0.0)
-        q = (upper.to(tl.float64) - lower.to(tl.float64)) * factor
-        delta = 2.0 * _inverse_less_identity(-q, i, j, size)
-        tl.store(target + (block * size + i) * size + j, delta, mask=ok)
+        one = tl.reshape(block, (NB, 1))
+        c = tl.broadcast_to(tl.arange(0, TILE)[None, :], (NB, TILE))
+        rows = ()
+        for k in tl.static_range(TILE):
+            ok = (one >= 0) & (k < size) & (c < size)
+            upper = tl.load(source + (one * size + k) * size + c, mask=ok, other=0.0)
+            lower = tl.load(source + (one * size + c) * size + k, mask=ok, other=0.0)
+            q = upper.to(tl.float64) - lower.to(tl.float64)
+            rows += (-q * tl.reshape(factor, (1, 1)),)
+        rows = _inverse_less_identity(rows, c, TILE)
+        for k in tl.static_range(TILE):
+            ok = (one >= 0) & (k < size) & (c < size)
+            tl.store(target + (one * size + k) * size + c, 2.0 * rows[k], mask=ok)
         return
     SIZE = tiles * TILE
     at = step * TILE

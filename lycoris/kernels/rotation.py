@@ -115,20 +115,23 @@ def passes(stages: int, size: int, channels: int, butterfly: bool) -> tuple[Pass
 def solve_plan(size: int, device: torch.device) -> Plan:
     """block_m: blocks solved side by side; block_n: columns of a tile.
 
-    A block is one warp's: what it sums is then a matter of shuffles.
+    One warp's, a column a thread: what its threads tell each other is a matter of shuffles, and
+    no step waits for a barrier.
     """
     simulated = not multiprocessors(device)
     tile = min(TILE // 2 if simulated else TILE, power_of_2(size))
-    elements = 4096 if simulated else 256  # an interpreter pays by the operation
-    return Plan(max(1, elements // (tile * tile)), tile, tile, 1, 1)
+    # An interpreter pays by the operation.
+    blocks = 4096 // (tile * tile) if simulated else TILE // tile
+    return Plan(max(1, blocks), tile, tile, 1, 1)
 
 
 def return_plan(size: int, device: torch.device) -> Plan:
     """block_m: blocks led back side by side; block_n: columns of a tile."""
     plan = solve_plan(size, device)
-    if plan.block_n > 8:
-        return replace(plan, num_warps=plan.block_n // 4)
-    return replace(plan, block_m=2 * plan.block_m, num_warps=2)
+    warps = 2 if plan.block_n <= 8 else plan.block_n // 4
+    if not multiprocessors(device):
+        return replace(plan, num_warps=warps)
+    return replace(plan, block_m=max(1, 512 // plan.block_n**2), num_warps=warps)
 
 
 def compose_plan(part: Pass, device: torch.device) -> Plan:
