@@ -116,13 +116,13 @@ def solve_plan(size: int, device: torch.device) -> Plan:
     """block_m: blocks solved side by side; block_n: columns of a tile.
 
     One warp's, a column a thread: what its threads tell each other is a matter of shuffles, and
-    no step waits for a barrier. Three tiles of a larger block don't fit its registers.
+    no step waits for a barrier. Three tiles of a larger block take the registers of two.
     """
     simulated = not multiprocessors(device)
     tile = min(TILE // 2 if simulated else TILE, power_of_2(size))
     # An interpreter pays by the operation.
     blocks = 4096 // (tile * tile) if simulated else TILE // tile
-    return Plan(max(1, blocks), tile, tile, 1 if size <= tile else 4, 1)
+    return Plan(max(1, blocks), tile, tile, 1 if size <= tile else 2, 1)
 
 
 def return_plan(size: int, device: torch.device) -> Plan:
