@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -25,11 +26,18 @@ def _tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     ONE_STEP: tl.constexpr, FLUSH: tl.constexpr,
+    OF_N: tl.constexpr, OF_B: tl.constexpr, OF_OUT: tl.constexpr,
 ):  # fmt: skip
     """One output tile of one share of K.
 
-    FLUSH: elements of K between two additions to the second level; 0 has one level only.
+    FLUSH: elements of K between two additions to the second level; 0 has one level only. OF_N,
+    OF_B, OF_OUT: powers of two that divide N and the rows of b and out.
     """
+    # These change nothing. They let the compiler see that a row of 4 or 8 is one access, without
+    # which b, copied by single elements, would not be on its way ahead of the products.
+    N = N // OF_N * OF_N
+    stride_bk = stride_bk // OF_B * OF_B
+    stride_om = stride_om // OF_OUT * OF_OUT
     # Neighbours share a row of tiles: the long operand is read once and rows are written whole.
     tiles_n = tl.cdiv(N, BLOCK_N)
     rm = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -93,6 +101,7 @@ def _matmul(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     ONE_STEP: tl.constexpr, FLUSH: tl.constexpr,
+    OF_N: tl.constexpr, OF_B: tl.constexpr, OF_OUT: tl.constexpr,
 ):  # fmt: skip
     _tile(
         a, b, base, scale, out,
@@ -100,6 +109,7 @@ def _matmul(
         stride_am, stride_ak, stride_bk, stride_bn,
         stride_ym, stride_yn, stride_os, stride_om, stride_on,
         COMPUTE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_M, EVEN_N, EVEN_K, ONE_STEP, FLUSH,
+        OF_N, OF_B, OF_OUT,
     )  # fmt: skip
 
 
@@ -115,8 +125,11 @@ def _matmul_pair(
     stride_os2, stride_om2, stride_on2,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
+    OF_N: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_K: tl.constexpr, ONE_STEP: tl.constexpr, FLUSH: tl.constexpr,
+    OF_B: tl.constexpr, OF_OUT: tl.constexpr,
     EVEN_M2: tl.constexpr, EVEN_K2: tl.constexpr, ONE_STEP2: tl.constexpr, FLUSH2: tl.constexpr,
+    OF_B2: tl.constexpr, OF_OUT2: tl.constexpr,
 ):  # fmt: skip
     """The tiles of one product, then those of the other: two bodies, each with its own layouts."""
     pid = tl.program_id(0)
@@ -127,6 +140,7 @@ def _matmul_pair(
             stride_am, stride_ak, stride_bk, stride_bn,
             0, 0, stride_os, stride_om, stride_on,
             COMPUTE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_M, EVEN_N, EVEN_K, ONE_STEP, FLUSH,
+            OF_N, OF_B, OF_OUT,
         )  # fmt: skip
     else:
         _tile(
@@ -135,7 +149,7 @@ def _matmul_pair(
             stride_am2, stride_ak2, stride_bk2, stride_bn2,
             0, 0, stride_os2, stride_om2, stride_on2,
             COMPUTE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
-            EVEN_M2, EVEN_N, EVEN_K2, ONE_STEP2, FLUSH2,
+            EVEN_M2, EVEN_N, EVEN_K2, ONE_STEP2, FLUSH2, OF_N, OF_B2, OF_OUT2,
         )  # fmt: skip
 
 
@@ -168,7 +182,7 @@ def matmul(
         *((0, 0) if base is None else base.stride()),
         *_strides(out),
     )
-    options = _options(n, k, plan, policy) | _loop(m, k, plan)
+    options = _options(n, k, plan, policy) | _loop(m, k, plan) | _rows(b, out)
     grid = (_tiles(m, n, plan), plan.splits)
     return _matmul.prepare(grid, (a, b, base, scale, out), options, fixed)
 
@@ -201,8 +215,9 @@ def matmul_pair(
         *(m, k, _share(k, plan), *a.stride(), *b.stride(), *_strides(out)),
         *(m2, k2, _share(k2, plan), *a2.stride(), *b2.stride(), *_strides(out2)),
     )
-    options = _options(n, min(k, k2), plan, policy) | _loop(m, k, plan)
-    options |= {f"{name}2": value for name, value in _loop(m2, k2, plan).items()}
+    options = _options(n, min(k, k2), plan, policy) | _loop(m, k, plan) | _rows(b, out)
+    second = _loop(m2, k2, plan) | _rows(b2, out2)
+    options |= {f"{name}2": value for name, value in second.items()}
     args = (a, b, scale, out, a2, b2, scale2, out2)
     return _matmul_pair.prepare((tiles + tiles2, plan.splits), args, options, fixed)
 
@@ -230,6 +245,12 @@ def _loop(m: int, k: int, plan: Plan) -> dict[str, Any]:
     }
 
 
+def _rows(b: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
+    """What divides the rows of both, where their elements are neighbours."""
+    of_b, of_out = (gcd(16, t.stride(-2)) if t.stride(-1) == 1 else 1 for t in (b, out))
+    return {"OF_B": of_b, "OF_OUT": of_out}
+
+
 def _options(n: int, k: int, plan: Plan, policy: Policy) -> dict[str, Any]:
     return {
         "COMPUTE": TL_DTYPE[policy.compute],
@@ -238,5 +259,6 @@ def _options(n: int, k: int, plan: Plan, policy: Policy) -> dict[str, Any]:
         "BLOCK_N": plan.block_n,
         "BLOCK_K": plan.block_k,
         "EVEN_N": n % plan.block_n == 0,
+        "OF_N": gcd(16, n),
         **launch_options(plan),
     }

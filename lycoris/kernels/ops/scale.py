@@ -43,7 +43,7 @@ def _scale_formula(
 def _tiles(rows: int, columns: int, by_rows: bool, units: int, longest: int = 256) -> Plan:
     """Tiles of the pointwise kernels over a matrix; ``splits``: parts of the sums of a gradient.
 
-    A GPU's are 16 bytes a thread and row, of ``longest`` columns at most; its splits, 16 tiles a
+    A GPU's are 16 bytes a thread and row, of ``longest`` columns at most; its splits, 4 programs a
     multiprocessor: enough loads in flight, and few partial sums.
     """
     if not units:
@@ -52,7 +52,7 @@ def _tiles(rows: int, columns: int, by_rows: bool, units: int, longest: int = 25
     block_m = 4096 // block_n
     along, across = (columns, rows) if by_rows else (rows, columns)
     step, block = (block_n, block_m) if by_rows else (block_m, block_n)
-    splits = max(1, min(-(-along // step), 16 * units // -(-across // block)))
+    splits = max(1, min(-(-along // step), 4 * units // -(-across // block)))
     # No part is a longer chain than the second level's rule allows.
     return Plan(block_m, block_n, 1, 4, 1, max(splits, -(-along // (plan.CHUNK * step))))
 
