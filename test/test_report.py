@@ -26,7 +26,7 @@ RECORD = [
     ROOT / "bench" / "results" / f"2026-11-30-h200-lora-{name}.json"
     for name in ("triton", "tilelang")
 ]
-MATRIX = ROOT / "bench" / "results" / "2026-11-30-h200-matrix-triton.json"
+MATRIX = ROOT / "bench" / "results" / "2026-11-30-h200-matrix-llm.json"
 VOID = {"meta", "input", "link", "br", "img", "hr"}
 EVIL = "<script>alert(1)</script>\" onload='x' & | ${x}"
 
