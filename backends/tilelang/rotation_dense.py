@@ -203,6 +203,7 @@ def rotate_kernel(
     per = T.ceildiv(A, block_t) if rows else T.ceildiv(B, block_t)
 
     tiles = per if rows else per * A
+    streamed = shares is not None
     splits, share = shares or (tiles, 1)
     share = T.ceildiv(tiles, splits) if share is None else share
     depth = stages if shares is None or shares[1] is None else min(stages, shares[1])
@@ -265,7 +266,7 @@ def rotate_kernel(
             column = pid % columns if rows else pid // splits
             which = column // (padded // block_n)
             z0 = column % (padded // block_n) * block_n
-            if shares:
+            if streamed:
                 matrices(parts, m0, 0, which, z0, 0)
                 matrices(parts, m1, 1, which, z0, 0)
                 if count > 2:

@@ -13,7 +13,7 @@ import torch
 
 #: A reduction longer than this adds its partial sums in a second fp32 level.
 CHUNK = 512
-#: Terms of sums of partial sums that a program adds at once: 16 a thread of 4 warps, and at most
+#: Terms of sums of partial sums that a program adds at once: 16 a thread of 2 warps, and at most
 #: 32 a thread of 16.
 _ADDED, _MOST_ADDED = 1024, 16384
 

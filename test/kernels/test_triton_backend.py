@@ -326,6 +326,7 @@ BUILDS = {  # name: (a, b, base, out, compute, precision, tile, layout, one step
     "y": (BF16, BF16, BF16, BF16, BF16, "tf32", (128, 128, 16), "nt", True, 8),
     "y, rank 1": (F32, F32, F32, F32, F32, "ieee", (64, 64, 16), "nt", True, 4),
     "d_down": (F16, F16, None, F32, F16, "tf32", (128, 16, 64), "tn", False, 4),
+    "q, rank 8": (BF16, BF16, None, BF16, BF16, "tf32", (64, 16, 128), "nn", False, 4),
 }
 
 
@@ -340,9 +341,12 @@ def compile_only(name: str, capability: int) -> dict:
             "stride_bk" if layout[1] == "t" else "stride_bn"}  # fmt: skip
     constants = dict.fromkeys(unit, 1)
     constants |= dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=True))
-    constants |= {"EVEN_M": True, "EVEN_N": True, "EVEN_K": True, "ONE_STEP": one_step,
+    short = "rank 8" in name
+    rows = 8 if short else 16
+    constants |= {"EVEN_M": True, "EVEN_N": not short, "EVEN_K": True, "ONE_STEP": one_step,
                   "FLUSH": 0 if one_step else 512, "COMPUTE": TL[compute][1],
-                  "PRECISION": precision}  # fmt: skip
+                  "PRECISION": precision, "OF_N": rows, "OF_OUT": rows,
+                  "OF_B": 1 if layout[1] == "t" else rows}  # fmt: skip
     pointers = {"a": a, "b": b, "base": base, "out": out}
     signature = {}
     for arg in jit.arg_names:
@@ -352,7 +356,8 @@ def compile_only(name: str, capability: int) -> dict:
             signature[arg] = "constexpr"
             constants.setdefault(arg, None)
     attrs = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(jit.arg_names)
-             if signature[arg][0] in "*i"}  # fmt: skip
+             if signature[arg][0] in "*i"
+             and not (short and arg in ("N", "stride_bk", "stride_om"))}  # fmt: skip
     places = {(jit.arg_names.index(arg),): value for arg, value in constants.items()}
     source = ASTSource(fn=jit, signature=signature, constexprs=places, attrs=attrs)
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32),
@@ -396,5 +401,5 @@ def test_compiles_without_a_gpu(capability):
 
 if __name__ == "__main__":
     target = int(sys.argv[1])
-    for case in BUILDS if target == 90 else ("h", "y", "d_down"):
+    for case in BUILDS if target == 90 else ("h", "y", "d_down", "q, rank 8"):
         print(json.dumps({"name": case, **compile_only(case, target)}), flush=True)
