@@ -59,8 +59,9 @@ def unpack(archive: Path, target: Path) -> Path:
     if archive.suffix == ".whl":
         zipfile.ZipFile(archive).extractall(target)
         return target
+    safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4
     with tarfile.open(archive) as tar:
-        tar.extractall(target, filter="data")
+        tar.extractall(target, **safe)
     return next(target.iterdir())
 
 
