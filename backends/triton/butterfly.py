@@ -77,7 +77,7 @@ def _compose(
         beside, q = c // SIZE, c % SIZE
         inside = c < width
     y = _reversed(2 * beside, stages)
-    base = (group // low * (width // SIZE) * low + group % low).to(tl.int64)
+    base = _block(group, 0, low, width // SIZE).to(tl.int64)
     if not TRANSPOSED:
         # Of the last stage alone.
         near = found + _product(stages - 1, group, groups, width) + c
