@@ -14,7 +14,7 @@ from lycoris.kernels.precision import Policy
 from lycoris.kernels.rotation import Pass
 
 from .cayley import sum_of_shares
-from .common import kernel
+from .common import in_turn, kernel
 
 
 @triton.jit
@@ -62,6 +62,7 @@ def _compose(
     the same half of them in all but the last: up to that many, entries are loaded by row alone. A
     stage reads what this program stored at the one before, hence the barriers.
     """
+    in_turn()
     UNIT: tl.constexpr = SIZE // 2
     TERMS: tl.constexpr = SIZE if TRANSPOSED else UNIT
     PER: tl.constexpr = (UNIT if TRANSPOSED else SIZE) // OWN  # items of one block
@@ -196,6 +197,7 @@ def _stage_gradient(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK entries of the gradients of one stage's blocks in one group."""
+    in_turn()
     UNIT: tl.constexpr = SIZE // 2
     group, stage = tl.program_id(1), tl.program_id(2)
     e = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -261,6 +263,7 @@ def _pack(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Some rows of one pack, in every part."""
+    in_turn()
     which = tl.program_id(0)
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, PADDED)[None, :]
@@ -319,6 +322,7 @@ def _unpack(
     UNIT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements of the groups, each the sum of its shares in order."""
+    in_turn()
     e = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = e // WIDTH
     group, r, c = row // WIDTH, row % WIDTH, e % WIDTH

@@ -12,7 +12,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
+from .common import in_turn, kernel
 
 
 @triton.jit
@@ -86,6 +86,7 @@ def _eliminate(
     A block of ONE tile needs no right half: D = 2 ((I - Q)^-1 - I). No pivot is small: I - Q and
     its Schur complements have a symmetric part of at least I.
     """
+    in_turn()
     block, i, j = _side_by_side(count, NB, TILE)
     factor = tl.full((1, 1, 1), 1.0, tl.float64)
     if held is not None:
@@ -199,6 +200,7 @@ def _cayley_gradient(
     NB: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """out = Z - Z^T with Z = 2 N^T dD N^T, N = I + D / 2, of NB blocks; of one where DOT."""
+    in_turn()
     block, i, j = _side_by_side(count, NB, TILE)
     start = block * size * size
     at = start + i * size + j

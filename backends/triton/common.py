@@ -66,8 +66,9 @@ class Kernel:
         device = args[0].get_device()
         if device < 0 or triton.knobs.runtime.interpret:
             return partial(self._interpret, grid, fixed, options)
+        early = {"launch_pdl": True} if _launches_early(device) else {}
         with self._building(), LOCK, torch.cuda.device(device):
-            compiled = self.jit.run(*args, *fixed, grid=grid, warmup=True, **options)
+            compiled = self.jit.run(*args, *fixed, grid=grid, warmup=True, **options, **early)
             run = compiled[(*grid, 1, 1)[:3]]  # loads it
         # Triton's own launch would work out types and divisibility again, four times the cost.
         rest = (*fixed, *(options[name] for name in self.jit.arg_names[len(args) + len(fixed) :]))
@@ -113,6 +114,26 @@ class Kernel:
 def kernel(fn: Callable[..., None]) -> Kernel:
     """Make a plain module-level function a kernel. Helpers it calls are plain ``triton.jit``."""
     return Kernel(fn)
+
+
+def _launches_early(device: int) -> bool:
+    """Whether a kernel may be launched before the last one ends; AMD knows nothing of the kind."""
+    return not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def in_turn(_semantic: Any = None) -> None:
+    """The first statement of every kernel: waits until the launches before it are done and seen.
+
+    Programmatic dependent launch: programs of a kernel are put on the device while the last ones of
+    the kernel before still run, which hides most of the gap between two launches. Hence nothing may
+    be loaded or stored above this line. Nothing is waited for where kernels aren't launched so.
+    """
+    if _semantic is not None and getattr(_semantic.builder.options, "launch_pdl", False):
+        # No early trigger beside it: with one, what is launched takes room from what still runs.
+        tl.extra.cuda.gdc_wait(_semantic=_semantic)
+
+
+in_turn.__triton_builtin__ = True  # type: ignore[attr-defined]  # as core.builtin does, but for None
 
 
 @triton.jit

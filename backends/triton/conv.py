@@ -14,7 +14,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import TL_DTYPE, input_precision, inside_of, kernel, launch_options
+from .common import TL_DTYPE, in_turn, input_precision, inside_of, kernel, launch_options
 
 
 @kernel
@@ -27,6 +27,7 @@ def _mix(
     ONE_STEP: tl.constexpr, FLUSH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one sample: all of its channels of a tile of pixels are neighbours."""
+    in_turn()
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_s = tl.cdiv(S, BLOCK_S)
     pid = tl.program_id(0)
@@ -89,6 +90,7 @@ def _contract(
 
     FLUSH: steps between two additions to the second level; 0 has one level only.
     """
+    in_turn()
     tiles_k = tl.cdiv(K, BLOCK_K)
     tiles = tl.cdiv(M, BLOCK_M) * tiles_k
     pid = tl.program_id(0)

@@ -16,7 +16,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import MIN_TRIPLE, TL_DTYPE, kernel
+from .common import MIN_TRIPLE, TL_DTYPE, in_turn, kernel
 
 # Squares neither vanish nor overflow where the largest element is within 2^-50..2^50.
 _SMALL: tl.constexpr = tl.constexpr(2.0**-50)
@@ -121,6 +121,7 @@ def _rescale(
     O, N,
     ONE_STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     width = BLOCK_N if ONE_STEP else N
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = tl.arange(0, BLOCK_N)
@@ -154,6 +155,7 @@ def _rescale_back(
     ONE_STEP: tl.constexpr, DETACH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     width = BLOCK_N if ONE_STEP else N
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     rn = tl.arange(0, BLOCK_N)

@@ -13,7 +13,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
+from .common import in_turn, kernel
 from .dora import _number, _ratio, precision
 
 Tensor = torch.Tensor
@@ -50,6 +50,7 @@ def _expand(
     M, N, R: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     tiles = tl.cdiv(N, BLOCK_N)
     rows = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -70,6 +71,7 @@ def _reduce(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ok_n = columns < N
     first = tl.program_id(1) * share
@@ -102,6 +104,7 @@ def _finish(
     partial, magnitude, norm, grad_magnitude, made,
     N, SPLITS, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ok = columns < N
     total = tl.zeros((BLOCK_N,), tl.float32)

@@ -15,7 +15,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
+from .common import in_turn, kernel
 from .dora import _along, _merged, _number, _read, _unit, factor_options, precision, tile_options
 
 Tensor = torch.Tensor
@@ -86,6 +86,7 @@ def _contract(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, RANK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     block, strip, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rm, rn = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     rank = chunk * RANK + tl.arange(0, RANK)

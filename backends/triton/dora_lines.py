@@ -14,7 +14,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
+from .common import in_turn, kernel
 from .dora import (
     _along,
     _inverse,
@@ -50,6 +50,7 @@ def _measure(
     BY_COLUMN: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     block, split = tl.program_id(0), tl.program_id(1)
     AXIS: tl.constexpr = 0 if BY_COLUMN else 1
     first = split * steps
@@ -106,6 +107,7 @@ def _lengths(
     parts, magnitude, multiplier, norm, made, group,
     L, SPLITS, lanes, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     lines = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = lines < L
     count = SPLITS * group
@@ -136,6 +138,7 @@ def _radial(
     norm, parts, magnitude, multiplier, grad_magnitude, made, group,
     L, SPLITS, lanes, DETACH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     lines = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = lines < L
     s = _number(multiplier)
@@ -166,6 +169,7 @@ def _spread(
     BY_COLUMN: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     tiles = tl.cdiv(N, BLOCK_N)
     rows, columns, ok_m, ok_n = _cell(
         tl.program_id(0) // tiles, tl.program_id(0) % tiles, O, N, False, BLOCK_M, BLOCK_N

@@ -10,7 +10,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import TL_DTYPE, kernel
+from .common import TL_DTYPE, in_turn, kernel
 
 
 @kernel
@@ -19,6 +19,7 @@ def _pairs(
     COMPUTE: tl.constexpr, RANK_LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Elements of the products in the order in which they lie in memory."""
+    in_turn()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tl.cast(N, tl.int64) * R * R
     if RANK_LAST:
@@ -40,6 +41,7 @@ def _pairs_grad(
     COMPUTE: tl.constexpr, RANK_LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Elements of both factors' gradients in the order in which they lie in memory."""
+    in_turn()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tl.cast(N, tl.int64) * R
     n = at // R if RANK_LAST else at % N

@@ -16,7 +16,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import TL_DTYPE, input_precision, inside_of, kernel
+from .common import TL_DTYPE, in_turn, input_precision, inside_of, kernel
 
 #: Products are chained here, whose errors add: below this K a TF32 triple misses the fp32 bound.
 _MIN_TRIPLE = 64
@@ -83,6 +83,7 @@ def _weight(
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_R: tl.constexpr,
     ONE_STEP: tl.constexpr, FLUSH: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     tiles_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     rm = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -173,6 +174,7 @@ def _factor_grads(
 
     FLUSH: tokens between two additions to the second level.
     """
+    in_turn()
     tiles_m, strips = rows // BLOCK_M, tl.cdiv(N, STRIP * BLOCK_N)
     pid = tl.program_id(0)
     pid_m, pid_n = pid // strips, pid % strips
@@ -308,6 +310,7 @@ def _dense_product(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, EVEN_R: tl.constexpr,
     ONE_STEP: tl.constexpr, FLUSH_R: tl.constexpr, FLUSH: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     tiles_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     rm = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)

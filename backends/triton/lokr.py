@@ -17,7 +17,7 @@ from lycoris.kernels.plan import CHUNK as _CHUNK
 from lycoris.kernels.plan import Plan, power_of_2
 from lycoris.kernels.precision import Policy
 
-from .common import MIN_TRIPLE, TL_DTYPE, kernel, launch_options
+from .common import MIN_TRIPLE, TL_DTYPE, in_turn, kernel, launch_options
 
 Half = torch.Tensor | None
 #: As kernels take it.
@@ -104,6 +104,7 @@ def _kron(
     UNIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of w2 times a share of w1's elements, BLOCK_K of them at once."""
+    in_turn()
     D = units * UNIT
     tiles_n = tl.cdiv(D, BLOCK_N)
     pid = tl.program_id(0)
@@ -144,6 +145,7 @@ def _kron_grad(
     UNIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of w2's gradient over a share of w1's elements, and what the tile adds to w1's."""
+    in_turn()
     D = units * UNIT
     tiles_n = tl.cdiv(D, BLOCK_N)
     pid = tl.program_id(0)

@@ -10,7 +10,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel, launch_options
+from .common import in_turn, kernel, launch_options
 from .lokr import Half, _half, _options, _scaled, _sizes, _strides
 
 
@@ -22,6 +22,7 @@ def _fused(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Tiles of whole tokens: z = x w2^T, then w1 z, w1 standing on the diagonal once a token."""
+    in_turn()
     row = tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_K)
@@ -55,6 +56,7 @@ def _fused_grad(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Every gradient from the same tiles, a program's summed in one chain: see the Plan's rule."""
+    in_turn()
     row = tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_K)

@@ -10,7 +10,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import kernel, launch_options
+from .common import in_turn, kernel, launch_options
 from .lokr import Half, _half, _options, _scaled, _sizes, _strides
 
 
@@ -22,6 +22,7 @@ def _mix(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows (token, q): a product with rows (token, p), where both tokens are the same."""
+    in_turn()
     tiles_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     start = (pid // tiles_n).to(tl.int64) * BLOCK_M
@@ -63,6 +64,7 @@ def _mix_tokens(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Tiles of whole tokens, in turn: one step each, with W the same for all of them."""
+    in_turn()
     tiles_n = tl.cdiv(N, BLOCK_N)
     row = tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
@@ -95,6 +97,7 @@ def _mix_grad(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """A tile (q, p) of the sum over a share of the tokens; EVEN_K: no step crosses a token."""
+    in_turn()
     tiles_n = tl.cdiv(P, BLOCK_N)
     pid = tl.program_id(0)
     q = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)

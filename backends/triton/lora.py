@@ -13,7 +13,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import TL_DTYPE, input_precision, inside_of, kernel, launch_options
+from .common import TL_DTYPE, in_turn, input_precision, inside_of, kernel, launch_options
 
 
 @triton.jit
@@ -103,6 +103,7 @@ def _matmul(
     ONE_STEP: tl.constexpr, FLUSH: tl.constexpr,
     OF_N: tl.constexpr, OF_B: tl.constexpr, OF_OUT: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     _tile(
         a, b, base, scale, out,
         tl.program_id(0), M, N, K, share,
@@ -132,6 +133,7 @@ def _matmul_pair(
     OF_B2: tl.constexpr, OF_OUT2: tl.constexpr,
 ):  # fmt: skip
     """The tiles of one product, then those of the other: two bodies, each with its own layouts."""
+    in_turn()
     pid = tl.program_id(0)
     if pid < tiles:
         _tile(

@@ -10,7 +10,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import CHUNK, Plan
 from lycoris.kernels.precision import Policy
 
-from .common import TL_DTYPE, input_precision, inside_of, kernel, launch_options
+from .common import TL_DTYPE, in_turn, input_precision, inside_of, kernel, launch_options
 
 
 @triton.jit
@@ -59,6 +59,7 @@ def _product(
     ONE_STEP: tl.constexpr, FLUSH: tl.constexpr,
 ):  # fmt: skip
     """One output tile. Both accumulators are made alike, so that equal operands cancel exactly."""
+    in_turn()
     tiles_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     rm = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -138,6 +139,7 @@ def _diagonal(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out[m, r] = a[m, r] * lam[r] * mask[m // rows, r]."""
+    in_turn()
     tiles_n = tl.cdiv(R, BLOCK_N)
     pid = tl.program_id(0)
     rm = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -183,6 +185,7 @@ def _diagonal_gradient(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A share of the sum over m of a[m, r] * b[m, r] * mask[m // rows, r]."""
+    in_turn()
     first = tl.program_id(1).to(tl.int64) * share
     rn = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     ok_n = rn < R

@@ -19,7 +19,7 @@ from lycoris.kernels.rotation import FLUSH, Pass
 
 from .butterfly import compose, pack, stage_gradient, unpack
 from .cayley import cayley_gradient, eliminate
-from .common import MIN_TRIPLE, TL_DTYPE, kernel
+from .common import MIN_TRIPLE, TL_DTYPE, in_turn, kernel
 
 __all__ = [
     "cayley_gradient",
@@ -108,6 +108,7 @@ def _rotate(
     STREAMED: a program keeps its columns of the matrix and takes ``share`` tiles of tokens.
     HELD: x is the base, too, and its tile all of the pack.
     """
+    in_turn()
     COLUMNS: tl.constexpr = PADDED // BLOCK_N
     pid = tl.program_id(0)
     if ROWS:  # neighbours share the tokens, so that whole rows are read and written together
@@ -261,6 +262,7 @@ def _gram(
 
     FLUSH: tiles of tokens between two additions to the second level; 0 has one level only.
     """
+    in_turn()
     COLUMNS: tl.constexpr = PADDED // BLOCK_N
     pid = tl.program_id(0)
     which = pid // (COLUMNS * COLUMNS)

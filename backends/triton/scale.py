@@ -10,7 +10,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan
 from lycoris.kernels.precision import Policy
 
-from .common import inside_of, kernel
+from .common import in_turn, inside_of, kernel
 
 
 @triton.jit
@@ -38,6 +38,7 @@ def _scaled(
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of out = v * (1 + scale * vector); a row, or a column, has one channel."""
+    in_turn()
     tiles_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     rm = pid // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -61,6 +62,7 @@ def _gradients(
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
     """grad_v, and one share of scale * sum(grad * v) for a block of rows or of columns."""
+    in_turn()
     first = tl.program_id(1).to(tl.int64) * share
     number = _number(scale)
     lane_m, lane_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -100,6 +102,7 @@ def _gradients(
 @kernel
 def _sum(delta, base, scale, out, size, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     """One piece of out = [base +] scale * delta; ``out`` may be ``base``."""
+    in_turn()
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = inside_of(index, size, EVEN)
     value = tl.load(delta + index, mask=inside, other=0.0).to(tl.float32) * _number(scale)

@@ -10,7 +10,7 @@ from lycoris.kernels.launch import Launch, prepared
 from lycoris.kernels.plan import Plan, sum_sizes
 from lycoris.kernels.precision import Policy
 
-from .common import kernel
+from .common import in_turn, kernel
 
 
 @triton.jit
@@ -39,6 +39,7 @@ def _add_up(
     blocks, count, length, width, size, count2, length2, width2, size2,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M2: tl.constexpr, BLOCK_N2: tl.constexpr,
 ):  # fmt: skip
+    in_turn()
     pid = tl.program_id(0)
     if parts2 is None:
         _sum(parts, base, out, pid, count, length, width, size, BLOCK_M, BLOCK_N)

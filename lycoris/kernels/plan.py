@@ -53,6 +53,15 @@ def multiprocessors(device: torch.device) -> int:
     return 0
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a tile may take on a GPU; 0 where PyTorch doesn't say."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return getattr(properties, "shared_memory_per_block_optin", 0)
+    return 0
+
+
 @lru_cache(maxsize=4096)
 def matmul(
     m: int, n: int, k: int, itemsize: int, units: int, dynamic: str, transposed: bool

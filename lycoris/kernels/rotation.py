@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from .plan import Plan, multiprocessors, power_of_2
+from .plan import Plan, multiprocessors, power_of_2, shared_memory
 
 #: Columns of a dense matrix at most, and of an OFT block.
 WIDEST = 256
@@ -180,11 +180,11 @@ def rotate_plan(
         if wide:
             return Plan(rows, size, 16, 4, 1, dynamic="m")
         # Shares of the tokens; the next tile is on its way while one is multiplied.
-        shares = min(4 * multiprocessors(device) // part.packs, -(-tokens // rows))
+        shares = min(2 * multiprocessors(device) // part.packs, -(-tokens // rows))
         return Plan(rows, size, size, 4, 4, max(1, shares), dynamic="m")
     if wide:
         return Plan(64, 64, 32, 4, 2, dynamic="m")
-    return Plan(128, 128, 64, 8, 2, dynamic="m")
+    return Plan(128, 128, 32, 8, 3, dynamic="m")
 
 
 def gram_plan(
@@ -196,12 +196,15 @@ def gram_plan(
     if not units:
         return Plan(64, min(64, size), 64, splits=2 if tokens > 2 * FLUSH else 1, dynamic="k")
     fits = size <= FUSED
-    rows = 16 if wide else 64
     side = size if fits else 64 if wide else 128
+    # Three stages of 128 tokens fit Hopper.
+    long = side == 128 and shared_memory(device) >= 3 * 2 * 128 * 128 * 2
+    rows = 16 if wide else 128 if long else 64
     tiles = part.packs * (size // side) ** 2
-    splits = max(1, min((4 if fits else 2) * units // tiles, -(-tokens // rows)))
+    programs = (2 if fits else 1) * (2 if wide else 1) * units
+    splits = max(1, min(programs // tiles, -(-tokens // rows)))
     warps = 8 if side > FUSED or (wide and side > 32) or rescaled else 4
-    return Plan(side, side, rows, warps, 2 if wide else 3 if fits else 4, splits, "k")
+    return Plan(side, side, rows, warps, 2 if wide else 3 if fits or long else 4, splits, "k")
 
 
 def fuses(part: Pass, compute: torch.dtype) -> bool:

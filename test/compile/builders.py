@@ -173,7 +173,10 @@ class OnStandIns(TorchFunctionMode):
 def pretend(arch: Arch) -> None:
     """Makes torch describe the GPU of ``arch`` as the current one."""
     properties = SimpleNamespace(
-        multi_processor_count=arch.units, major=arch.capability[0], minor=arch.capability[1]
+        multi_processor_count=arch.units,
+        shared_memory_per_block_optin=arch.shared,
+        major=arch.capability[0],
+        minor=arch.capability[1],
     )
     cuda = torch.cuda
     cuda.is_available = lambda: True
@@ -269,6 +272,11 @@ class Triton:
         build.code["32-bit offsets"] = len(
             re.findall(r"tt\.addptr .*i32>? *$", built.asm["ttir"], re.MULTILINE)
         )
+        if built.metadata.launch_pdl:
+            first, *_ = built.asm["ptx"].split("griddepcontrol.wait")
+            build.code["out of turn"] = len(
+                re.findall(r"\b(?:ld|st|red|atom|cp)\S*\.global", first)
+            )
 
     @staticmethod
     def _amd(build: Build, built: Any) -> None:

@@ -106,6 +106,8 @@ def faults(build: dict[str, Any], arch: str) -> list[str]:
         found.append(f"{build['spills']} registers or bytes spilled")
     if build["shared"] > SHARED[arch]:
         found.append(f"{build['shared']} bytes of shared memory > {SHARED[arch]}")
+    if build["code"].get("out of turn"):
+        found.append(f"{build['code']['out of turn']} global accesses before in_turn()")
     if build["kernel"] in PRODUCTS:
         found += slow_code(build, arch)
     return found
@@ -150,6 +152,7 @@ def test_faults_are_found() -> None:
         ({"code": code | {"narrow": 3}}, "less than 4"),
         ({"code": code | {"copies": 0}}, "asynchronous"),
         ({"code": code | {"32-bit offsets": 1}}, "offsets"),
+        ({"code": code | {"out of turn": 1}}, "in_turn"),
     ]
     for change, why in bad:
         (found,) = faults(good | change, "sm_80")
