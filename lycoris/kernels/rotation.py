@@ -165,11 +165,12 @@ def unpack_plan(device: torch.device) -> Plan:
 
 
 def rotate_plan(
-    part: Pass, tokens: int, compute: torch.dtype, rescaled: bool, device: torch.device
+    part: Pass, tokens: int, compute: torch.dtype, by_row: bool, device: torch.device
 ) -> Plan:
     """block_m tokens by block_n columns of the output, block_k of the contraction at once.
 
-    ``splits``: shares of the tokens, each a program's, where a pack is one tile.
+    ``splits``: shares of the tokens, each a program's, where a pack is one tile. ``by_row``: whether
+    a token's channels are neighbours.
     """
     size, wide = part.padded, compute is torch.float32
     if not multiprocessors(device):
@@ -180,7 +181,8 @@ def rotate_plan(
         if wide:
             return Plan(rows, size, 16, 4, 1, dynamic="m")
         # Shares of the tokens; the next tile is on its way while one is multiplied.
-        shares = min(2 * multiprocessors(device) // part.packs, -(-tokens // rows))
+        programs = (2 if by_row else 4) * multiprocessors(device)
+        shares = min(programs // part.packs, -(-tokens // rows))
         return Plan(rows, size, size, 4, 4, max(1, shares), dynamic="m")
     if wide:
         return Plan(64, 64, 32, 4, 2, dynamic="m")

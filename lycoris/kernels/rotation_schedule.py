@@ -162,7 +162,7 @@ def _rotate(
     """out = x M + rescale * extra + (rescale - diff) * base; M^T where ``transposed``."""
     assert m is not None  # made wherever something is streamed
     tokens = x.shape[0] * x.shape[2]
-    plan = rotate_plan(part, tokens, m.parts.dtype, rescale is not None, run.device)
+    plan = rotate_plan(part, tokens, m.parts.dtype, x.shape[2] == 1, run.device)
     args = (x, base, extra, rescale, m.parts, m.power, out, part, diff, transposed)
     run.launch("rotate", "rotate", *args, tiles=plan)
 
