@@ -190,17 +190,25 @@ def rotate_plan(
 
 
 def gram_plan(
-    part: Pass, tokens: int, compute: torch.dtype, rescaled: bool, device: torch.device
+    part: Pass,
+    tokens: int,
+    compute: torch.dtype,
+    itemsizes: tuple[int, int],
+    rescaled: bool,
+    device: torch.device,
 ) -> Plan:
-    """block_k tokens a step; block_n columns (and rows) of v^T g; splits: shares of the tokens."""
+    """block_k tokens a step; block_n columns (and rows) of v^T g; splits: shares of the tokens.
+
+    ``itemsizes``: bytes of an element of v and of g.
+    """
     size, wide = part.padded, compute is torch.float32
     units = multiprocessors(device)
     if not units:
         return Plan(64, min(64, size), 64, splits=2 if tokens > 2 * FLUSH else 1, dynamic="k")
     fits = size <= FUSED
     side = size if fits else 64 if wide else 128
-    # Three stages of 128 tokens fit Hopper.
-    long = side == 128 and shared_memory(device) >= 3 * 2 * 128 * 128 * 2
+    # Three stages of 128 tokens fit Hopper, unless one of the two is fp32.
+    long = side == 128 and shared_memory(device) >= 3 * 128 * side * sum(itemsizes)
     rows = 16 if wide else 128 if long else 64
     tiles = part.packs * (size // side) ** 2
     programs = (2 if fits else 1) * (2 if wide else 1) * units

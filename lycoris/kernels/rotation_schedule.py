@@ -337,7 +337,8 @@ def _gram(
     ``out``, if given, takes g M^T + (rescale - diff) * g in the same pass; without ``base`` g M^T.
     """
     tokens = x.shape[0] * x.shape[2]
-    plan = gram_plan(part, tokens, compute, rescale is not None, run.device)
+    itemsizes = (x.element_size(), g.element_size())
+    plan = gram_plan(part, tokens, compute, itemsizes, rescale is not None, run.device)
     total = run.empty((plan.splits, part.packs, part.padded, part.padded), torch.float32)
     parts, power = (None, None) if m is None or out is None else (m.parts, m.power)
     args = (x, g, rescale, parts, power, out, total, part, base, diff, compute)

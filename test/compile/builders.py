@@ -128,7 +128,11 @@ class Request:
         if level > 0:
             found.add(launch.dtypes)
         if level > 0 and self.large:
-            found |= {(launch.dtypes, tile), launch.plan.splits > 1} if level > 1 else {tile}
+            # What is streamed, the first two, takes twice the shared memory in fp32.
+            wide = tuple(d == "fp32" for d in launch.dtypes[:2])
+            found |= (
+                {(launch.dtypes, tile), launch.plan.splits > 1} if level > 1 else {(wide, tile)}
+            )
         return {(launch.kernel, feature) for feature in found}
 
 
