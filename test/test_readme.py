@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lycoris import functional
 from lycoris.kernels import registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,6 +149,8 @@ def test_the_commands_are_understood(command: str) -> None:
 def test_the_generated_pages_are_up_to_date() -> None:
     for name, text in runpy.run_path(str(ROOT / "docs/generate.py"))["pages"]().items():
         assert (ROOT / "docs" / name).read_text() == text, "run python docs/generate.py"
+    described = re.findall(r"^## (\w+)$", (ROOT / "docs/ops.md").read_text(), re.MULTILINE)
+    assert sorted(described) == sorted(set(functional.__all__) - {"OPS"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
