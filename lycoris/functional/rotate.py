@@ -65,8 +65,10 @@ def oft_weight(
     ``Q = B - B^T`` and ``R = (I + Q)(I - Q)^-1`` of each block, solved without pivoting in fp64:
     R is orthogonal to about 1e-17 times Q's largest entry, and gradients are as exact, so that an
     entry beyond 1e9 costs digits and one beyond 1e15 leaves no rotation. A block that isn't finite
-    makes its own rows NaN; under a constraint, all rows. Nothing hangs. Zero blocks give the weight
-    back, bit for bit.
+    makes its own rows NaN, and an infinite one under a constraint leaves the others no rotation. An
+    element of the weight or of a gradient that isn't finite may make its column NaN in the rows of
+    all blocks that are multiplied together: up to 64, or those that a butterfly's stages mix.
+    Nothing hangs. Zero blocks give a finite weight back, bit for bit.
 
     Source: Qiu et al., 2023 (OFT), in the convention of LyCORIS's diag-oft.
 
@@ -151,8 +153,8 @@ def boft_weight(
 
     Stage i views the channels as (c, 2, k) with k = 2^i * b / 2, takes them in the order
     (c, k, 2), multiplies each b of them by ``s * R + (1 - s) * I``, s the multiplier, and puts
-    them back. Zero blocks give the weight back, bit for bit. Blocks that are large or not finite
-    are treated as in :func:`oft_weight`. The result is the weight plus what the stages add, and
+    them back. Zero blocks give a finite weight back, bit for bit. What is large or not finite is
+    treated as in :func:`oft_weight`. The result is the weight plus what the stages add, and
     exact relative to these two: a multiplier near 1/2 with large blocks leaves less than both.
 
     Source: Liu et al., 2023 (BOFT), in the convention of LyCORIS's boft.

@@ -158,6 +158,8 @@ class Call:
         self.formula = Formula(spec, self.binding, policy, attributes)
         self.roles = {o.name: o.role for o in spec.operands}
         self.layout = [(o.name, self.binding.flat.get(o.name, ())) for o in spec.operands]
+        dtypes = tuple(None if t is None else t.dtype for t in operands)
+        self._form = (dtypes, tuple(attributes.items()))
         given = {o.name for o, t in zip(spec.operands, operands, strict=True) if t is not None}
         self.folds = spec.fold is not None and spec.fold_with in given
         self._choose()
@@ -165,7 +167,7 @@ class Call:
     def _choose(self) -> None:
         spec, dims = self.spec, self.binding.dims
         self.choice = registry.select(
-            spec.name, spec.family, dims, self.policy, self.device, self.override
+            spec.name, spec.family, dims, self.policy, self.device, self.override, self._form
         )
         # A call without elements has no work for a kernel.
         self.runs_formula = not self.choice.has_kernels or 0 in dims.values()
@@ -227,9 +229,8 @@ class Call:
 
     def _step_on(self, error: KernelBuildError) -> None:
         name = self.choice.backend
-        registry.mark_failed(
-            name, self.spec.name, self.binding.dims, self.policy, self.device, str(error)
-        )
+        call = (self.spec.name, self.binding.dims, self.policy, self.device, self._form)
+        registry.mark_failed(name, *call, str(error))
         if self.override not in (None, registry.AUTO) or config.strict():
             raise BackendError(f"{name}: can't run {self.spec.name}: {error}") from error
         self._choose()  # raises where the environment names this very backend

@@ -22,7 +22,8 @@ def check_tensor(op: str, name: str, value: Any) -> Tensor:
     if isinstance(value, UninitializedParameter | UninitializedBuffer):
         raise TypeError(f"{op}: {name} is an uninitialized parameter; expected a tensor")
     if value.layout is not torch.strided or value.is_nested:
-        raise TypeError(f"{op}: {name} is {value.layout}; expected a dense tensor")
+        kind = "nested" if value.is_nested else str(value.layout)
+        raise TypeError(f"{op}: {name} is {kind}; expected a dense tensor")
     return value
 
 

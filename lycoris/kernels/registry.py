@@ -13,7 +13,7 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from types import ModuleType, TracebackType
@@ -203,8 +203,11 @@ def capability(
     dims: Mapping[str, int],
     policy: Policy,
     device: torch.device,
+    form: Hashable = (),
 ) -> str | None:
     """Why a backend can't serve a call; None where it can.
+
+    ``form`` is what else tells calls apart, as in :func:`mark_failed`.
 
     Raises:
         ValueError: no backend has that name.
@@ -221,14 +224,19 @@ def capability(
     found = kernels(module, family)
     if isinstance(found, str):
         return found
-    failed = _failed.get(_key(name, op, dims, policy, device))
+    failed = _failed.get(_key(name, op, dims, policy, device, form))
     return failed or _ask(module.limits, op, dims, policy, device)
 
 
 def _key(
-    name: str, op: str, dims: Mapping[str, int], policy: Policy, device: torch.device
+    name: str,
+    op: str,
+    dims: Mapping[str, int],
+    policy: Policy,
+    device: torch.device,
+    form: Hashable,
 ) -> tuple[Any, ...]:
-    return (name, op, tuple(sorted(dims.items())), policy, device)
+    return (name, op, tuple(sorted(dims.items())), policy, device, form)
 
 
 def mark_failed(
@@ -237,12 +245,16 @@ def mark_failed(
     dims: Mapping[str, int],
     policy: Policy,
     device: torch.device,
+    form: Hashable,
     reason: str,
 ) -> None:
-    """Remembers that a kernel did not build for this call, so that auto steps past it."""
+    """Remembers that a kernel did not build for this call, so that auto steps past it.
+
+    ``form``: its operands' dtypes, None for one that is absent, and its attributes.
+    """
     global generation
     with _lock:
-        _failed[_key(name, op, dims, policy, device)] = reason
+        _failed[_key(name, op, dims, policy, device, form)] = reason
         generation += 1
 
 
@@ -253,6 +265,7 @@ def select(
     policy: Policy,
     device: torch.device,
     override: str | None = None,
+    form: Hashable = (),
 ) -> Choice:
     """Chooses the backend of one call.
 
@@ -264,6 +277,7 @@ def select(
         device: where its operands lie.
         override: the name given by the call or by ``use_backend``, if any; otherwise the
             environment is asked, per-op variable first.
+        form: what else tells calls apart, as in :func:`mark_failed`.
 
     Raises:
         ValueError: the name is unknown; the message lists the known ones.
@@ -274,7 +288,7 @@ def select(
     if wanted != AUTO:
         if wanted not in BUILT_IN and wanted not in _discover():
             raise _unknown(wanted, "" if override else f", named by {_named_by(op, override)}")
-        reason = capability(wanted, op, family, dims, policy, device)
+        reason = capability(wanted, op, family, dims, policy, device, form)
         if reason:
             raise BackendError(f"{wanted}: can't run {op}: {reason}")
         module = load(wanted)
@@ -282,7 +296,7 @@ def select(
         return Choice(wanted, module, f"named by {_named_by(op, override)}")
     passed: list[tuple[str, str]] = []
     for name in RANKING.get(device.type, DEFAULT_RANKING):
-        reason = capability(name, op, family, dims, policy, device)
+        reason = capability(name, op, family, dims, policy, device, form)
         if not reason:
             module = load(name)
             assert isinstance(module, ModuleType)

@@ -169,8 +169,8 @@ def rotate_plan(
 ) -> Plan:
     """block_m tokens by block_n columns of the output, block_k of the contraction at once.
 
-    ``splits``: shares of the tokens, each a program's, where a pack is one tile. ``by_row``: whether
-    a token's channels are neighbours.
+    ``splits``: shares of the tokens, each a program's, where a pack is one tile. ``by_row``: a
+    token's channels are neighbours.
     """
     size, wide = part.padded, compute is torch.float32
     if not multiprocessors(device):

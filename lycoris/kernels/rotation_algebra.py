@@ -25,8 +25,9 @@ def held(blocks: Tensor, constraint: float | None) -> Tensor | None:
     """What the constraint multiplies Q by: 0-d, on the device; None without a constraint."""
     if constraint is None:
         return None
-    norm = torch.linalg.vector_norm(_skew(blocks)).clamp(min=1e-300)
-    return (constraint / norm).clamp(max=1.0)
+    norm = torch.linalg.vector_norm(_skew(blocks))
+    active = norm > constraint
+    return torch.where(active, constraint / torch.where(active, norm, 1.0), 1.0)
 
 
 def through_norm(found: Tensor, blocks: Tensor, factor: Tensor) -> Tensor:

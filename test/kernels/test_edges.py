@@ -135,9 +135,11 @@ def test_a_scale_beyond_floats() -> None:
 
 
 def test_a_nested_tensor_is_named() -> None:
-    nested = torch.nested.nested_tensor([torch.randn(2, 12), torch.randn(3, 12)])
-    with pytest.raises(TypeError, match=r"x is .*; expected a dense tensor"):
-        lora_apply(nested, UP, DOWN)
+    rows = [torch.randn(2, 12), torch.randn(3, 12)]
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor(rows, layout=layout)
+        with pytest.raises(TypeError, match="x is nested; expected a dense tensor"):
+            lora_apply(nested, UP, DOWN)
 
 
 FIRST_USE = """

@@ -164,8 +164,22 @@ def test_blocks_that_are_not_finite(fused: str, value: float) -> None:
         return
     assert out[8:].isnan().all()
     held = oft_weight(weight, blocks, constraint=1.0, backend=fused)
-    if value != value:
-        assert held.isnan().all()
+    assert held[8:].isnan().all()
+    # No norm is larger than a NaN; an infinite one leaves nothing of the other blocks.
+    free = oft_weight(weight[:8], blocks[:1], backend=fused)
+    assert torch.equal(held[:8], free if value != value else weight[:8])
+
+
+def test_a_constraint_of_zero_is_not_exceeded_by_zero_blocks(fused: str) -> None:
+    weight, target = rand(16, 9).float(), rand(16, 9, seed=3).float()
+    found = []
+    for constraint in (None, 0.0):
+        leaf = torch.zeros(2, 8, 8, requires_grad=True)
+        out = oft_weight(weight, leaf, constraint=constraint, backend=fused)
+        assert torch.equal(out, weight)
+        found.append(torch.autograd.grad(out, leaf, target)[0])
+    assert torch.equal(*found)
+    assert found[0].norm() > 1
 
 
 @pytest.mark.parametrize("rows", [True, False])

@@ -176,6 +176,26 @@ def broken(*args: object, **kw: object) -> None:
     raise KernelBuildError("ptxas: no")
 
 
+def test_a_failed_build_speaks_for_its_own_dtypes(ranked: PlugIn) -> None:
+    """Under autocast fp16 and fp32 operands have one Policy, and the kernels differ."""
+    family = ranked("first")
+    inner = family.matmul
+
+    def matmul(a, *args, **kw):  # type: ignore[no-untyped-def]
+        (broken if a.dtype is torch.float16 else inner)(a, *args, **kw)
+
+    family.matmul = matmul  # type: ignore[attr-defined]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return lora_apply(x, UP, DOWN, backend="first", out_dtype=torch.bfloat16)
+
+    for _ in range(2):
+        with pytest.raises(BackendError, match="first: can't run lora_apply: ptxas: no"):
+            call(X.half())
+        assert call(X).isfinite().all()
+
+
 def test_a_kernel_that_does_not_build(ranked: PlugIn, monkeypatch: pytest.MonkeyPatch) -> None:
     ranked("first", matmul=broken)
     ranked("second")
