@@ -24,7 +24,7 @@ Op = Callable[[list[Tensor | None]], Tensor]
 def output_operand(spec: OpSpec, case: Case) -> str | None:
     """The operand that takes the frozen layer's output; None where the op adapts no layer."""
     shapes = spec.shapes(frozenset(case.present), **spec.named(case.attributes))
-    names = [o.name for o in spec.operands if o.side == "data"]
+    names = [o.name for o in spec.operands if o.side == "model"]
     if parse(shapes["out"])[0][1] != "lead" or (
         spec.attributes and "axis" in dict(case.attributes)
     ):

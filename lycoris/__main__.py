@@ -25,8 +25,6 @@ from .kernels.errors import BackendError
 from .kernels.report import DTYPES, UsageError, table, to_json
 from .kernels.spec import Case, OpSpec
 
-_OP_COLUMNS = ("operand", "role", "side", "optional", "shape")
-
 # ---------------------------------------------------------------------------------- info
 
 
@@ -84,10 +82,6 @@ def _info(args: argparse.Namespace) -> int:
 # ----------------------------------------------------------------------------------- ops
 
 
-def _spelt(shapes: dict[str, str]) -> str:
-    return "; ".join(f"{s} with {present}" if present else s for present, s in shapes.items())
-
-
 def _ops(args: argparse.Namespace) -> int:
     found = [explain.describe(spec) for spec in report.pick_ops(None)]
     if args.json:
@@ -95,10 +89,10 @@ def _ops(args: argparse.Namespace) -> int:
         return 0
     for op in found:
         print(f"{op['name']}: {op['doc']}\n")
-        rows = [o | {"operand": o["name"], "shape": _spelt(o["shapes"])} for o in op["operands"]]
-        rows.append({"operand": "(out)", "shape": _spelt(op["out"])})
-        print(table([{c: r.get(c, "") for c in _OP_COLUMNS} for r in rows], _OP_COLUMNS))
-        print(f"\n  backends: {', '.join(op['backends'])}")
+        print(table(explain.operand_rows(op), explain.OPERAND_COLUMNS) + "\n")
+        if op["conditions"]:
+            print(f"  sizes: {op['conditions']}")
+        print(f"  backends: {', '.join(op['backends'])}")
         for name, reason in op["without"].items():
             print(f"  not {name}: {reason}")
         half, fp32 = op["bound"]["half"], op["bound"]["fp32"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from importlib import metadata
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from lycoris.__main__ import command, main
+from lycoris.functional import boft_weight, oft_weight
 from lycoris.kernels import explain, registry, report
 from lycoris.kernels.spec import SPECS
 
@@ -114,7 +116,24 @@ def test_ops_describes_every_op(capsys):
     x, *_ = found["lokr_apply"]["operands"]
     assert x["shapes"] == {"": "(..., I)"}
     assert main(["ops"]) == 0
-    assert "(q, I) with mid" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "(q, I) with mid" in printed
+    rows = {tuple(re.split(" {2,}", line)) for line in printed.splitlines()}
+    assert ("q0", "(r, I)", "mma, no gradient", "the model") in rows
+    assert ("rescale (optional)", "(O)", "wide", "the adapter") in rows
+    assert "  sizes: n * b = O; b even and at most 256; b * 2^(m-1) divides O\n" in printed
+
+
+def test_what_is_said_of_a_rotation_is_what_it_does():
+    torch.manual_seed(0)
+    # A butterfly's first stage of 2-wide blocks takes the rows as they come.
+    weight, blocks = torch.randn(8, 3, dtype=torch.float64), torch.randn(4, 2, 2).double()
+    q = blocks - blocks.mT
+    r = torch.block_diag(*((torch.eye(2) + q) @ torch.linalg.inv(torch.eye(2) - q)))
+    assert "R^T W: out[j] = sum_i R[i,j] W[i]" in SPECS["oft_weight"].doc
+    torch.testing.assert_close(oft_weight(weight, blocks), r.mT @ weight)
+    assert "R W: out[i] = sum_j R[i,j] W[j]" in SPECS["boft_weight"].doc
+    torch.testing.assert_close(boft_weight(weight, blocks[None]), r @ weight)
 
 
 # ------------------------------------------------------------------------------- explain

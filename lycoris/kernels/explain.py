@@ -88,6 +88,7 @@ def describe(spec: OpSpec) -> dict[str, Any]:
         "name": spec.name,
         "family": spec.family,
         "doc": spec.doc,
+        "conditions": spec.conditions,
         "operands": operands,
         "out": shapes.get("out", {}),
         "attributes": [asdict(a) for a in spec.attributes],
@@ -95,6 +96,28 @@ def describe(spec: OpSpec) -> dict[str, Any]:
         "without": without,
         "bound": {"half": spec.bound.half, "fp32": spec.bound.fp32},
     }
+
+
+#: What is said of each operand, by ``python -m lycoris ops`` and in docs/ops.md.
+OPERAND_COLUMNS = ("operand", "shape", "role", "dtype of")
+
+
+def operand_rows(about: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The operands of an op that :func:`describe` gave, and its output, one row each, in words."""
+
+    def spelt(shapes: Mapping[str, str]) -> str:
+        return "; ".join(f"{s} with {present}" if present else s for present, s in shapes.items())
+
+    rows = [
+        {
+            "operand": o["name"] + (" (optional)" if o["optional"] else ""),
+            "shape": spelt(o["shapes"]),
+            "role": o["role"] + ("" if o["differentiable"] else ", no gradient"),
+            "dtype of": f"the {o['side']}",
+        }
+        for o in about["operands"]
+    ]
+    return [*rows, {"operand": "(out)", "shape": spelt(about["out"]), "role": "", "dtype of": ""}]
 
 
 def blanks(spec: OpSpec, case: Case, mix: Mix) -> list[Tensor | None]:

@@ -72,7 +72,7 @@ def draw(
         grad *= 4096
         for operand in used:
             if operand.role == "mma":
-                values[operand.name] *= 0.25 if operand.side == "data" else 1.0
+                values[operand.name] *= 0.25 if operand.side == "model" else 1.0
         values[next(o.name for o in used if o.side == "adapter")] *= 16
     elif case.fill == "zero_factor":
         values[next(o.name for o in used if o.side == "adapter")].zero_()

@@ -31,8 +31,8 @@ class Operand:
 
     ``role`` is ``mma`` (cast to the compute dtype) or ``wide`` (read as it is, used in fp32).
     ``additive`` marks a term of the output itself, whose gradient is the output's: it is never
-    saved and no kernel touches its gradient. ``side`` says whose dtype it carries: the model's
-    (``data``: x, the original weight) or the ``adapter``'s.
+    saved and no kernel touches its gradient. ``side`` says whose dtype it carries: the
+    ``model``'s (x, the original weight) or the ``adapter``'s.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Operand:
     optional: bool = False
     differentiable: bool = True
     additive: bool = False
-    side: Literal["data", "adapter"] = "adapter"
+    side: Literal["model", "adapter"] = "adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,8 @@ class OpSpec:
             intermediate is; by default the first and the second.
         adjust: turns operands drawn for a case, in fp64 by name, into ones that make sense
             together, in place: a norm that is one, a mask of zeros and ones.
+        doc: what it computes, as one line of formulas.
+        conditions: of the sizes, beyond what the shapes say.
     """
 
     name: str
@@ -175,6 +177,7 @@ class OpSpec:
     adjust: Callable[[dict[str, Tensor], Case], None] | None = None
     tiny: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     doc: str = ""
+    conditions: str = ""
 
     def target(self, operands: Sequence[Tensor | None]) -> Tensor:
         """The operand that a call in place changes."""

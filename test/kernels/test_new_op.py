@@ -43,9 +43,9 @@ SPEC = OpSpec(
     name="toy_normed",
     family="toy",
     operands=(
-        Operand("x", role="wide", side="data"),
+        Operand("x", role="wide", side="model"),
         Operand("m", role="wide"),
-        Operand("base", role="wide", optional=True, additive=True, side="data"),
+        Operand("base", role="wide", optional=True, additive=True, side="model"),
     ),
     shapes=lambda present, negate: {"x": "... C", "m": "C", "base": "... C", "out": "... C"},
     formula=formula,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lycoris.functional import lora_apply, lora_weight
+from lycoris.functional import OPS, lora_apply, lora_weight
+from lycoris.kernels.inputs import draw
 from lycoris.kernels.precision import Policy, resolve, tf32_allowed
+from lycoris.kernels.spec import SPECS
 
 F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -64,6 +66,35 @@ def test_an_fp32_gradient_is_no_16_bit_value(fused: str) -> None:
         assert leaf.grad is not None
         assert leaf.grad.dtype == F32
         assert (leaf.grad.bfloat16().float() != leaf.grad).float().mean() > 0.9
+
+
+#: Ops with a required wide operand of the adapter, or without any mma operand.
+KEPT = {
+    *("dora_weight", "oft_weight", "oft_apply", "boft_weight", "boft_apply"),
+    *("ia3_scale", "add_scaled"),
+    *("dora_apply", "dora_lora_weight", "tlora_weight", "tlora_apply"),
+}
+
+
+@pytest.mark.parametrize("model", [F32, B16])
+@pytest.mark.parametrize("name", [n for n, spec in SPECS.items() if not spec.inplace])
+def test_autocast_leaves_wide_operands_alone(name: str, model: torch.dtype) -> None:
+    spec = SPECS[name]
+    case = next(c for c in spec.cases if "base" not in c.present or name == "add_scaled")
+    operands = draw(spec, case, (model, F32), torch.device("cpu")).operands
+    attributes = tuple(spec.named(case.attributes).values())
+    with torch.autocast("cpu", B16):
+        out = OPS[name](operands, 1.0, attributes=attributes)
+        narrow = OPS[name](operands, 1.0, attributes=attributes, out_dtype=B16)
+    assert out.dtype == (F32 if name in KEPT else B16)
+    assert narrow.dtype == B16
+
+
+@pytest.mark.parametrize("base", [F32, B16])
+def test_autocast_stores_as_base_is(base: torch.dtype) -> None:
+    x, up, down = torch.randn(3, 8), torch.randn(6, 2), torch.randn(2, 8)
+    with torch.autocast("cpu", B16):
+        assert lora_apply(x, up, down, base=torch.randn(3, 6, dtype=base)).dtype == base
 
 
 def test_out_dtype_spares_the_cast_pass(fused: str) -> None:

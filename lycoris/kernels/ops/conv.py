@@ -305,11 +305,11 @@ LORA_CONV_APPLY = register(
         name="lora_conv_apply",
         family=chain.FAMILY,
         operands=(
-            Operand("x", side="data"),
+            Operand("x", side="model"),
             Operand("up"),
             Operand("down"),
             Operand("mid", optional=True),
-            Operand("base", role="wide", optional=True, additive=True, side="data"),
+            Operand("base", role="wide", optional=True, additive=True, side="model"),
         ),
         shapes=_shapes,
         derive=_derive,
@@ -323,5 +323,6 @@ LORA_CONV_APPLY = register(
         cases=_CASES,
         positive=("r", "p", "q", "I"),
         doc="[base +] s * up (down * x), * the convolution; Tucker: up (mid * (down x))",
+        conditions="C = groups * I; groups divides O; 1-D to 3-D",
     )
 )

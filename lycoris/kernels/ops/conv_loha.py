@@ -272,14 +272,14 @@ LOHA_CONV_APPLY = register(
         name=_NAME,
         family=chain.FAMILY,
         operands=(
-            Operand("x", side="data"),
+            Operand("x", side="model"),
             Operand("w1_a"),
             Operand("w1_b"),
             Operand("w2_a"),
             Operand("w2_b"),
             Operand("t1", optional=True),
             Operand("t2", optional=True),
-            Operand("base", role="wide", optional=True, additive=True, side="data"),
+            Operand("base", role="wide", optional=True, additive=True, side="model"),
         ),
         shapes=_shapes,
         derive=_derive,
@@ -293,5 +293,6 @@ LOHA_CONV_APPLY = register(
         cases=_CASES,
         positive=("r", "p", "q", "I"),
         doc="[base +] s * ((w1_a w1_b) o (w2_a w2_b)) * x, * the convolution; Tucker with t1, t2",
+        conditions="C = groups * I; groups divides O; 1-D to 3-D",
     )
 )

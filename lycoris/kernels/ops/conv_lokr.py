@@ -218,9 +218,9 @@ LOKR_CONV_APPLY = register(
         name=_NAME,
         family=chain.FAMILY,
         operands=(
-            Operand("x", side="data"),
+            Operand("x", side="model"),
             *(Operand(name, optional=True) for name in _HALVES),
-            Operand("base", role="wide", optional=True, additive=True, side="data"),
+            Operand("base", role="wide", optional=True, additive=True, side="model"),
         ),
         shapes=_shapes,
         derive=_derive,
@@ -234,5 +234,6 @@ LOKR_CONV_APPLY = register(
         cases=_CASES,
         positive=("a", "b", "c", "d", "p", "q", "r"),
         doc="[base +] s * kron(W1, W2) * x, * the convolution; W1 dense or a pair, W2 a triple too",
+        conditions="O = a * c, and C = groups * b * d; groups divides a; 1-D to 3-D",
     )
 )

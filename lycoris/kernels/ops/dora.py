@@ -155,6 +155,9 @@ def _weight_backward(
 # ----------------------------------------------------------------------------------- specs
 
 
+LINES = 'with axis="in" a line is an input channel, and the magnitude (I)'
+
+
 def weight_shapes(present: frozenset[str], *, axis: str, **_: Any) -> Mapping[str, str]:
     if axis not in ("out", "in"):
         raise ValueError(f"dora: axis is {axis!r}; expected 'out' or 'in'")
@@ -269,7 +272,7 @@ DORA_WEIGHT = register(
         name="dora_weight",
         family="dora",
         operands=(
-            Operand("weight", role="wide", side="data"),
+            Operand("weight", role="wide", side="model"),
             Operand("magnitude", role="wide"),
             Operand("delta", role="wide", optional=True),
         ),
@@ -288,5 +291,6 @@ DORA_WEIGHT = register(
         unit="output",
         adjust=_adjust,
         doc="M * (multiplier * (magnitude / norm(M) - 1) + 1), M = weight [+ delta], line by line",
+        conditions=LINES,
     )
 )

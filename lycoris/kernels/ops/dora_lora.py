@@ -23,6 +23,7 @@ from .dora import (
     AXIS,
     BY_IN,
     DETACH,
+    LINES,
     flat,
     group_of,
     length_of,
@@ -228,7 +229,7 @@ DORA_LORA_WEIGHT = register(
         name="dora_lora_weight",
         family="dora",
         operands=(
-            Operand("weight", role="wide", side="data"),
+            Operand("weight", role="wide", side="model"),
             Operand("up"),
             Operand("down"),
             Operand("magnitude", role="wide"),
@@ -247,5 +248,6 @@ DORA_LORA_WEIGHT = register(
         derive=_derive,
         adjust=_adjust,
         doc="dora_weight with delta = scale * up @ down, which is never stored",
+        conditions=LINES,
     )
 )

@@ -82,7 +82,7 @@ GLORA_WEIGHT = register(
         name="glora_weight",
         family="pair",
         operands=(
-            Operand("weight", side="data"),
+            Operand("weight", side="model"),
             *(Operand(name) for name in ("a1", "a2", "b1", "b2")),
         ),
         shapes=_glora_shapes,

@@ -253,7 +253,7 @@ _WEIGHT_CASES = (
 )
 
 
-BASE = Operand("base", role="wide", optional=True, additive=True, side="data")
+BASE = Operand("base", role="wide", optional=True, additive=True, side="model")
 
 LOHA_WEIGHT = register(
     OpSpec(

@@ -254,7 +254,7 @@ LOHA_APPLY = register(
     OpSpec(
         name="loha_apply",
         family="loha",
-        operands=(Operand("x", side="data"), *(Operand(name) for name in FACTORS), BASE),
+        operands=(Operand("x", side="model"), *(Operand(name) for name in FACTORS), BASE),
         shapes=_apply_shapes,
         formula=_apply_formula,
         forward=_apply_forward,

@@ -226,7 +226,7 @@ HALVES = (
     Operand("w2_a", optional=True),
     Operand("w2_b", optional=True),
     Operand("t2", optional=True),
-    Operand("base", role="wide", optional=True, additive=True, side="data"),
+    Operand("base", role="wide", optional=True, additive=True, side="model"),
 )
 
 LOKR_WEIGHT = register(
@@ -247,5 +247,6 @@ LOKR_WEIGHT = register(
         derive=whole,
         positive=("p", "r"),
         doc="[base +] s * kron(w1, w2)",
+        conditions="O = a * c and I = b * d",
     )
 )

@@ -350,7 +350,7 @@ LOKR_APPLY = register(
     OpSpec(
         name="lokr_apply",
         family="lokr",
-        operands=(Operand("x", side="data"), *HALVES),
+        operands=(Operand("x", side="model"), *HALVES),
         shapes=_apply_shapes,
         formula=_apply_formula,
         forward=_apply_forward,
@@ -364,5 +364,6 @@ LOKR_APPLY = register(
         derive=whole,
         positive=("p", "r"),
         doc="[base +] s * x @ kron(w1, w2)^T",
+        conditions="O = a * c and I = b * d",
     )
 )

@@ -149,7 +149,7 @@ def _boft_sizes(op: str) -> Any:
 
 def _operands(name: str) -> tuple[Operand, ...]:
     return (
-        Operand(name, role="wide", side="data"),
+        Operand(name, role="wide", side="model"),
         Operand("blocks", role="wide"),
         Operand("rescale", role="wide", optional=True),
     )
@@ -202,6 +202,21 @@ def _adjust(values: dict[str, Tensor], case: Case) -> None:
         values["rescale"].mul_(0.25).add_(1.0)
 
 
+_OFT_BLOCKS = f"n * s = O; s from 2 to {WIDEST}"
+_BOFT_BLOCKS = f"n * b = O; b even and at most {WIDEST}; b * 2^(m-1) divides O"
+
+
+def _doc(oft: bool, operand: str) -> str:
+    v, channels = ("W", "rows") if operand == "weight" else ("y", "channels")
+    cayley = "R = (I + Q)(I - Q)^-1, Q = B - B^T of each block B"
+    if oft:
+        return f"[rescale o] R^T {v}: out[j] = sum_i R[i,j] {v}[i] on each s {channels}; {cayley}"
+    return (
+        f"[rescale o] m stages of R {v}: out[i] = sum_j R[i,j] {v}[j] on each b {channels} in the "
+        f"stage's order; {cayley}; multiplier * R + (1 - multiplier) * I in place of R"
+    )
+
+
 def _register(name: str, operand: str, v: str, blocks: str, cases: tuple[Case, ...]) -> OpSpec:
     oft = name.startswith("oft")
     rotation, derive = (_oft, _oft_sizes) if oft else (_boft, _boft_sizes)
@@ -225,7 +240,8 @@ def _register(name: str, operand: str, v: str, blocks: str, cases: tuple[Case, .
             attributes=(Attribute("constraint", "float?", None), Attribute("diff", "bool", False)),
             derive=derive(name),
             adjust=_adjust,
-            doc="v + v (R - I), R the Cayley transform of each block; rescaled",
+            doc=_doc(oft, operand),
+            conditions=_OFT_BLOCKS if oft else _BOFT_BLOCKS,
         )
     )
 

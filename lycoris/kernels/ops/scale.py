@@ -272,7 +272,7 @@ IA3_SCALE = register(
     OpSpec(
         name="ia3_scale",
         family="scale",
-        operands=(Operand("v", role="wide", side="data"), Operand("scale", role="wide")),
+        operands=(Operand("v", role="wide", side="model"), Operand("scale", role="wide")),
         shapes=_scale_shapes,
         formula=_scale_formula,
         forward=_scale_forward,
@@ -295,7 +295,7 @@ ADD_SCALED = register(
         family="scale",
         operands=(
             Operand("delta", role="wide"),
-            Operand("base", role="wide", optional=True, additive=True, side="data"),
+            Operand("base", role="wide", optional=True, additive=True, side="model"),
         ),
         shapes=_add_shapes,
         formula=_add_formula,
@@ -316,7 +316,7 @@ MERGE = register(
         name="merge_",
         family="scale",
         operands=(
-            Operand("weight", role="wide", differentiable=False, side="data"),
+            Operand("weight", role="wide", differentiable=False, side="model"),
             Operand("delta", role="wide", differentiable=False),
         ),
         shapes=_merge_shapes,

@@ -62,9 +62,9 @@ _TLORA = (
     Operand("q"),
     Operand("p"),
     Operand("lam", role="wide"),
-    Operand("q0", differentiable=False, side="data"),
-    Operand("p0", differentiable=False, side="data"),
-    Operand("lam0", role="wide", differentiable=False, side="data"),
+    Operand("q0", differentiable=False, side="model"),
+    Operand("p0", differentiable=False, side="model"),
+    Operand("lam0", role="wide", differentiable=False, side="model"),
     Operand("mask", role="wide", differentiable=False),
 )
 _FACTORS = {
@@ -257,6 +257,7 @@ TLORA_WEIGHT = register(
         derive=_masks,
         adjust=_adjust,
         doc="s * (p diag(lam o mask) q - p0 diag(lam0 o mask) q0)",
+        conditions="b is 1",
     )
 )
 
@@ -264,7 +265,7 @@ TLORA_APPLY = register(
     OpSpec(
         name="tlora_apply",
         family="pair",
-        operands=(Operand("x", side="data"), *_TLORA),
+        operands=(Operand("x", side="model"), *_TLORA),
         shapes=lambda present: {"x": "... I", **_FACTORS, "out": "... O"},
         formula=_tlora_apply_formula,
         forward=_tlora_apply_forward,
@@ -291,5 +292,6 @@ TLORA_APPLY = register(
         tiny=(("x",), ("p", "p0")),
         adjust=_adjust,
         doc="tlora_weight's product with x, without that weight",
+        conditions="b is 1, or x's first dimension: a mask for each sample",
     )
 )
