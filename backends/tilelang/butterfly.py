@@ -107,6 +107,10 @@ def compose_kernel(transposed: bool, width_of_block: int | None, threads: int) -
             for q in T.Parallel(COLS):
                 units[q] = _reversed(div(bx * COLS + q, unit), stages)
             own_block[0] = _block(group, 0, low, div(width, size))
+            if not transposed:
+                # The first stage reads nothing of it, which TileLang's check of what is read before
+                # it is written can't see; one element written is enough for that.
+                held[0, 0, 0] = 0
             if transposed:
                 for tile in T.serial(T.ceildiv(width, ROWS)):
                     for a, q in T.Parallel(ROWS, COLS):
