@@ -73,7 +73,9 @@ def test_equal_results_are_no_regression(status: Any) -> None:
     code, text = status(matrix([row()]), matrix([row()]))
     assert code == 0
     assert "No parity failure and no regression." in text
-    assert "| lora_apply | bf16 | 2 | 1.5 | 1.5 | 1.25 | 3 | 24 | none | none |" in text.splitlines()
+    assert (
+        "| lora_apply | bf16 | 2 | 1.5 | 1.5 | 1.25 | 3 | 24 | none | none |" in text.splitlines()
+    )
 
 
 def test_a_planted_slowdown_is_one(status: Any) -> None:
@@ -190,7 +192,10 @@ def test_a_layer_is_not_the_op(status: Any) -> None:
         ({"rows": []}, "no 'environment' where it belongs; expected results of the benchmark"),
         ([{"op": "lora_apply"}], "no 'path' where it belongs; expected results"),
         ([parity("triton") | {"tensor": "out"}, {"tensor": "out"}], "no 'op' where it belongs"),
-        (matrix([{k: v for k, v in row().items() if k != "op"}]), "a row without op; expected results"),
+        (
+            matrix([{k: v for k, v in row().items() if k != "op"}]),
+            "a row without op; expected results",
+        ),
         ("3", "no list of rows; expected results"),
         ([3], "no list of rows"),
         ({"rows": 3713}, "no list of rows"),
