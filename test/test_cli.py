@@ -11,6 +11,7 @@ from importlib import metadata
 import pytest
 import torch
 
+import lycoris
 from lycoris.__main__ import command, main
 from lycoris.functional import boft_weight, oft_weight
 from lycoris.kernels import explain, registry, report
@@ -172,7 +173,8 @@ def test_explain_plans_every_case(op):
         planned = explain.launches(
             spec, binding, operands, policy, torch.device("cpu"), case.attributes
         )
-        assert planned, case.name
+        # Where a size is 0, no kernel runs.
+        assert bool(planned) == (0 not in binding.dims.values()), case.name
 
 
 def test_explain_names_the_reason_and_the_mixed_policy(capsys, monkeypatch, plug_in):
@@ -206,6 +208,12 @@ def test_explain_says_why_a_named_backend_cannot(capsys, plug_in):
         (["lora_apply", "--shape", f"T={2**63},I=8,O=8,r=1"], "no tensor has sizes like these"),
         (["lora_apply", "--shape", "T=1,I=1,O=1,r=1", "--with", "mid"], "optional operands: base"),
         (["lora_apply", "--shape", "T=1,I=1,O=1,r=0"], "expected r to be at least 1"),
+        (
+            ["boft_apply", "--shape", "T=8,B=1,m=2,n=8,b=8,O=60"],
+            "error: --shape: boft_apply: blocks has shape (2, 8, 8, 8) and rotates 8 * 8 channels; "
+            "expected 60",
+        ),
+        (["oft_weight", "--shape", "N=8,n=3x3,s=8,O=24"], "n is one dimension; got n=3x3"),
         (["lora_apply", "--shape", "T=1,I=1,O=1,r=1", "--backend", "x"], "unknown backend 'x'"),
         (
             ["lora_apply", "--shape", "T=1,I=1,O=1,r=1", "--dtype=fp16", "--adapter-dtype=bf16"],
@@ -233,6 +241,33 @@ def test_parity_passes_and_writes_its_rows(capsys, plug_in, tmp_path):
     assert "0 failed" in capsys.readouterr().out
 
 
+def test_parity_shows_each_op_as_it_is_done(capsys, plug_in, monkeypatch):
+    """Interrupted in the second op, a run has shown the first, failures and all."""
+    plug_in("faulty", __init__=BACKEND, lora=MATMUL.replace("SCALE", "1.0"))
+    check = report.testing.check
+
+    def stopping(op, *args, **options):
+        if op == "lora_apply":
+            raise KeyboardInterrupt
+        return check(op, *args, **options)
+
+    argv = [*PARITY, "--op", "lora_apply", "--backend", "faulty", "--dtype", "fp32"]
+    with monkeypatch.context() as patch:
+        patch.setattr(report.testing, "check", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            main(argv)
+    shown = capsys.readouterr().out
+    assert shown.startswith("op           backend")
+    assert "FAIL lora_weight, faulty, base, fp32, out:" in shown
+    assert "lora_apply" not in shown
+    assert main(argv) == 1
+    whole = capsys.readouterr().out
+    assert whole.startswith(shown)
+    summary = whole.partition("\nall of them:\n")[2].splitlines()
+    assert [line.split()[0] for line in summary[2:4]] == ["lora_apply", "lora_weight"]
+    assert summary[-1].endswith(f" tensors, {whole.count('FAIL') // 2} failed")
+
+
 @pytest.mark.parametrize(("scale", "why"), [("1.0", "grad up:"), ("1 / 0", "ZeroDivisionError")])
 def test_parity_fails_on_a_fault(capsys, plug_in, scale, why):
     plug_in("faulty", __init__=BACKEND, lora=MATMUL.replace("SCALE", scale))
@@ -257,6 +292,22 @@ def test_parity_usage_errors(capsys, plug_in, argv, message):
     plug_in("crash", __init__="raise RuntimeError('bad wheel')")
     assert main(["parity", *argv, "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("started", "shown"),
+    [("/x/lycoris/__main__.py", "python -m lycoris"), ("/x/lycoris-kernels", "lycoris-kernels")],
+)
+def test_the_version_and_the_command_it_was_started_by(capsys, monkeypatch, started, shown):
+    monkeypatch.setattr(sys, "argv", [started])
+    for option, expected in (
+        ("--version", f"lycoris-kernels {lycoris.__version__}\n"),
+        ("--help", f"usage: {shown} [-h] [--version] COMMAND ...\n"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main([option])
+        assert stopped.value.code == 0
+        assert capsys.readouterr().out.startswith(expected)
 
 
 def test_no_command_is_a_usage_error(capsys):

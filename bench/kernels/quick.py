@@ -34,7 +34,7 @@ try:
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
     from rich.table import Table
 except ModuleNotFoundError:
-    print("error: quick.py needs rich: pip install 'lycoris-kernels[bench]'", file=sys.stderr)
+    print("error: quick.py needs rich: pip install -e '.[bench]'", file=sys.stderr)
     raise SystemExit(2) from None
 
 from lycoris.kernels import explain, report, testing

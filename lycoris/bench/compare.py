@@ -155,7 +155,7 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) ->
 def _title(a: Results, b: Results, crossed: bool) -> str:
     if crossed:
         return f"{a.backends[0]} (A) and {b.backends[0]} (B)"
-    labels = [cell(r.commit[:10] or r.source) for r in (a, b)]
+    labels = [cell(r.short_commit or r.source) for r in (a, b)]
     return f"{labels[0]} (A) and {labels[1]} (B)"
 
 
@@ -182,12 +182,14 @@ def _accuracy(pairs: dict[tuple[str, ...], Pair], names: tuple[str, str]) -> lis
         ]
         either = sides[0] + sides[1]
         shared = [worst(either, c) for c in ("model_ulp", "eager_ulp", "bound")]
-        bad = sum(not v["pass"] for v in either) + sum(None in p for p in members)
+        bad = sum(not v["pass"] for v in either)
+        lacking = sum(None in p for p in members)
         errors = [text(worst(side, "ulp")) for side in sides]
-        table.append([*group, max(map(len, sides)), *errors, *map(text, shared), bad or "none"])
+        table.append([*group, max(map(len, sides)), *errors, *map(text, shared)])
+        table[-1] += [bad or "none", lacking or "none"]
     title = "The worst error of every op and dtype mix, in ULP against the fp64 oracle."
     headings = ["op", "dtypes", "tensors:", f"{names[0]}:", f"{names[1]}:"]
-    headings += ["model:", "eager:", "bound:", "failed"]
+    headings += ["model:", "eager:", "bound:", "failed", "missing"]
     return [title, "", *markdown_table(headings, table)]
 
 

@@ -8,6 +8,7 @@ matrix's rows.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,11 @@ class Results:
         """Every backend that has a row, in order of appearance."""
         return list(dict.fromkeys(row["backend"] for row in self.rows))
 
+    @property
+    def short_commit(self) -> str:
+        """A hash in its first 10 digits; a commit described in words is left whole."""
+        return self.commit[:10] if re.fullmatch("[0-9a-f]{40,64}", self.commit) else self.commit
+
     def only(self, backend: str) -> Results:
         """The rows of one backend.
 
@@ -71,10 +77,15 @@ def load(path: str | Path) -> Results:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON: {error}") from error
     try:
+        _check_form(data)
         found = _parse(str(path), data)
         _check_facts(found)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UsageError(f"{path}: {_EXPECTED} ({type(error).__name__}: {error})") from error
+    except _Malformed as error:
+        raise UsageError(f"{path}: {error}; {_EXPECTED}") from error
+    except KeyError as error:
+        raise UsageError(f"{path}: no {error.args[0]!r} where it belongs; {_EXPECTED}") from error
+    except (TypeError, AttributeError, ValueError) as error:
+        raise UsageError(f"{path}: a part of it is of another kind; {_EXPECTED}") from error
     if not found.rows:
         raise UsageError(f"{path}: no row in it")
     return found
@@ -84,7 +95,35 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no number of JSON; what is not finite is null")
 
 
-_EXPECTED = "neither results of the benchmark matrix nor parity rows"
+_EXPECTED = (
+    "expected results of the benchmark matrix or of quick.py, or parity rows (python -m lycoris "
+    "parity --json)"
+)
+
+
+class _Malformed(Exception):
+    """What is wrong with what a file holds, in words for its user."""
+
+
+def _check_form(data: Any) -> None:
+    """Checks that the file is a list of rows, or an object that holds one.
+
+    Raises:
+        _Malformed: it is something else; the message says what.
+    """
+    if isinstance(data, Mapping):
+        if "benchmarks" in data:
+            rows = data["benchmarks"]
+        elif "summary" in data and not isinstance(data.get("rows"), list):
+            raise _Malformed("a summary without rows")
+        elif "rows" in data:
+            rows = data["rows"]
+        else:
+            raise _Malformed("an object without rows")
+    else:
+        rows = data
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
+        raise _Malformed("no list of rows")
 
 
 def load_all(paths: Sequence[str | Path]) -> Results:
@@ -177,12 +216,12 @@ def _whole(row: Row) -> Row:
     """A row with every column that readers take for granted."""
     parity = row["parity"]
     if not parity:
-        raise ValueError("a row has an empty parity; expected a verdict on its output at least")
+        raise _Malformed("a row has an empty parity; expected a verdict on its output at least")
     for verdict in parity:
         verdict.setdefault("pass", not verdict["why"])
         _check(verdict, _TENSOR)
         if verdict["pass"] and verdict["ulp"] is None:
-            raise ValueError(f"{verdict['tensor']} passes without an error in ulp")
+            raise _Malformed(f"{verdict['tensor']} passes without an error in ulp")
     why = "; ".join(f"{p['tensor']}: {p['why']}" for p in parity if p["why"])
     present = "".join(f" +{name}" for name in row.get("present", ()))
     case = row["case"]
@@ -199,7 +238,7 @@ def _whole(row: Row) -> Row:
     whole["parity"] = parity
     _check(whole, ("op", "backend", "dtypes"))
     if whole["time_us"] is not None and whole["time_us"] <= 0:
-        raise ValueError(f"time_us is {whole['time_us']}; expected a time above 0, or null")
+        raise _Malformed(f"time_us is {whole['time_us']}; expected a time above 0, or null")
     return whole
 
 
@@ -211,27 +250,26 @@ def _check(found: Row, names: Iterable[str]) -> None:
     """Checks that a row or a verdict has these columns, and that readers can read all it has.
 
     Raises:
-        KeyError: a column is missing.
-        TypeError: one holds what it can't hold.
+        _Malformed: a column is missing, or holds what it can't hold.
     """
     missing = [name for name in names if name not in found]
     if missing:
-        raise KeyError(", ".join(missing))
+        raise _Malformed(f"a row without {', '.join(missing)}")
     for name, value in found.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if name in _TEXT and not isinstance(value, str):
-            raise TypeError(f"{name} is {value!r}; expected text")
+            raise _Malformed(f"{name} is {value!r}; expected text")
         if name == "pass" and not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; expected true or false")
+            raise _Malformed(f"{name} is {value!r}; expected true or false")
         if name.endswith(_NUMBERS) and not (number or value is None):
-            raise TypeError(f"{name} is {value!r}; expected a number or null")
+            raise _Malformed(f"{name} is {value!r}; expected a number or null")
 
 
 def _check_facts(results: Results) -> None:
     """Checks what stands beside the rows.
 
     Raises:
-        TypeError: a part of it is of another kind.
+        _Malformed: a part of it is of another kind.
     """
     for name, kind in (
         ("environment", dict),
@@ -243,4 +281,4 @@ def _check_facts(results: Results) -> None:
         value = getattr(results, name)
         if not isinstance(value, kind):
             wanted = "an object" if kind is dict else "text"
-            raise TypeError(f"{name} is {value!r}; expected {wanted}")
+            raise _Malformed(f"{name} is {value!r}; expected {wanted}")

@@ -153,7 +153,7 @@ def facts(results: Results) -> list[tuple[str, str]]:
         label, unit, spelt = rates.get(name, (name, 1.0, ""))
         if isinstance(value, (int, float)):
             found.append((f"measured {label}", f"{value / unit:.3g} {spelt}".strip()))
-    found += [("commit", results.commit[:12])] if results.commit else []
+    found += [("commit", results.short_commit)] if results.commit else []
     found += [("date", results.date)] if results.date else []
     found += [(f"unavailable: {n}", reason) for n, reason in results.unavailable.items()]
     return found

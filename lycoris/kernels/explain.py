@@ -131,6 +131,15 @@ def blanks(spec: OpSpec, case: Case, mix: Mix) -> list[Tensor | None]:
     ]
 
 
+def _check_dimensions(spec: OpSpec, shapes: Mapping[str, str], sizes: Sizes) -> None:
+    kinds = [token for shape in shapes.values() for token in parse(shape)]
+    groups = {symbol for symbol, kind in kinds if kind != "one"}
+    for symbol, size in sizes.items():
+        if isinstance(size, tuple) and symbol not in groups:
+            given = "x".join(map(str, size))
+            raise UsageError(f"{spec.name}: {symbol} is one dimension; got {symbol}={given}")
+
+
 def pick_variant(spec: OpSpec, sizes: Sizes, wanted: Sequence[str] | None = None) -> list[str]:
     """The optional operands of the smallest variant that needs exactly these shape symbols.
 
@@ -140,17 +149,16 @@ def pick_variant(spec: OpSpec, sizes: Sizes, wanted: Sequence[str] | None = None
         wanted: the optional operands, where they are not to be inferred.
 
     Raises:
-        UsageError: no variant fits; the message lists the symbols of each.
+        UsageError: no variant fits; the message lists the symbols of each. Or several sizes are
+            given for a symbol that is one dimension.
     """
     needs: dict[str, str] = {}
     for present, shapes in variants(spec):
         found = symbols(spec, shapes)
-        if wanted is None:
-            if set(found) == sizes.keys():
-                return sorted(present)
-        elif present == set(wanted):
-            if set(found) == sizes.keys():
-                return sorted(present)
+        if (wanted is None or present == set(wanted)) and set(found) == sizes.keys():
+            _check_dimensions(spec, shapes, sizes)
+            return sorted(present)
+        if wanted is not None and present == set(wanted):
             raise UsageError(
                 f"{spec.name} with {', '.join(wanted) or 'nothing optional'} takes the sizes "
                 f"{', '.join(found)}; got {', '.join(sizes) or 'none'}"
@@ -208,8 +216,8 @@ def launches(
     attributes: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Every kernel a fused backend would launch for a call and all its gradients, with its plan."""
-    if policy.compute is torch.float64:
-        return []  # no fused backend takes it
+    if policy.compute is torch.float64 or 0 in binding.dims.values():
+        return []  # no fused backend takes it; nothing to launch on
     t = dict(flatten(spec, binding, operands))
     if spec.fold and t.get(spec.fold_with) is not None:
         folded = spec.fold(

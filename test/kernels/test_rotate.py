@@ -319,3 +319,17 @@ def test_other_arguments() -> None:
         oft_apply(y.half(), blocks.bfloat16())
     with pytest.raises(TypeError, match="y is list; expected a tensor"):
         oft_apply([1.0], blocks)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_tilelang_warns_of_nothing_in_the_products_of_stages(
+    transposed: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tilelang")
+    from lycoris.backends.tilelang import butterfly, common, host_c
+
+    common.load_tilelang()
+    capfd.readouterr()
+    host_c.lower(butterfly.compose_kernel(transposed, None, butterfly.ROWS * butterfly.COLS))
+    out, err = capfd.readouterr()
+    assert "arning" not in out + err
