@@ -92,7 +92,7 @@ def step(spec: OpSpec, case: Case, frozen: Frozen, op: Op | None) -> Callable[[]
     def alone() -> object:
         return torch.autograd.grad(linear(x, weight), x, grad.to(x.dtype))
 
-    def adapted() -> object:
+    def forward() -> Tensor:  # of its own, so that y is let go when it ends
         assert op is not None
         y = linear(x, weight)
         given = {"x": x, "weight": weight, where: y}
@@ -100,7 +100,10 @@ def step(spec: OpSpec, case: Case, frozen: Frozen, op: Op | None) -> Callable[[]
             given[n].reshape(shape) if n in given and shape is not None else t
             for n, t, shape in zip(names, own, shapes, strict=True)
         ]
-        out = op(leaves)
+        return op(leaves)
+
+    def adapted() -> object:
+        out = forward()
         return torch.autograd.grad(out, wanted, grad.reshape(out.shape).to(out.dtype))
 
     return adapted if op is not None else alone
