@@ -288,8 +288,6 @@ def _parity(args: argparse.Namespace) -> int:
         except Exception as error:  # one broken kernel must not hide the others' verdicts
             rows.append(report.broken(spec.name, backend, case, mix, device, error))
     _progress("")
-    if args.json:
-        Path(args.json).write_text(to_json([row.as_dict() for row in rows]) + "\n")
     if shown:  # of several
         _show(rows[shown:])
         print("\nall of them:")
@@ -297,7 +295,9 @@ def _parity(args: argparse.Namespace) -> int:
     for reason, count in declined.items():
         print(f"declined {count} cases: {reason}")
     failed = sum(not row.passed for row in rows)
-    print(f"{len(rows)} tensors, {failed} failed")
+    print(f"{len(rows)} tensors, {failed} failed", flush=True)
+    if args.json:  # what can't be written has been shown
+        report.write("--json", args.json, to_json([row.as_dict() for row in rows]) + "\n")
     return 1 if failed else 0
 
 

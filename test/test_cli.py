@@ -343,6 +343,14 @@ def test_a_file_that_can_not_be_written_is_known_before_the_run(capsys, tmp_path
     assert not (tmp_path / "x.json").exists()
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_results_on_a_full_disk_have_been_shown(capsys):
+    assert main([*PARITY, "--backend", "torch", "--json", "/dev/full"]) == 2
+    out, err = capsys.readouterr()
+    assert "63 tensors, 39 failed" in out
+    assert "error: --json: /dev/full can't be written: No space left on device" in err
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 def test_an_output_that_takes_no_more(capsys, monkeypatch):
     with open("/dev/full", "w") as full:

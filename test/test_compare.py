@@ -208,6 +208,9 @@ def test_a_layer_is_not_the_op(status: Any) -> None:
         (matrix([row(eager_us=True)]), "eager_us is True; expected a number or null"),
         (matrix([row(-1.0)]), "time_us is -1.0; expected a time above 0"),
         (matrix([row(0.0)]), "time_us is 0.0; expected a time above 0"),
+        (matrix([row(floor_us=-1)]), "floor_us is -1; expected a time above 0"),
+        (matrix([row(time_low_us=10**400)]), "time_low_us is beyond a double's range"),
+        (matrix([row(parity=[verdict(ulp=10**400)])]), "ulp is beyond a double's range"),
         (matrix([row(op=3)]), "op is 3; expected text"),
         (matrix([row(**{"pass": "no"})]), "pass is 'no'; expected true or false"),
         (matrix([row(parity=[])]), "a row has an empty parity"),
@@ -217,6 +220,15 @@ def test_a_layer_is_not_the_op(status: Any) -> None:
         ({"rows": [row()], "environment": 3}, "environment is 3; expected an object"),
         ({"rows": [row()], "environment": {}, "commit": 3}, "commit is 3; expected text"),
         ({"rows": [row()], "environment": {}, "ceilings": 3}, "ceilings is 3; expected an object"),
+        ({"rows": [row()], "environment": {"name": []}}, "name is []; expected text"),
+        (
+            {"rows": [row()], "environment": {}, "ceilings": {"copy_bytes_per_s": 10**400}},
+            "copy_bytes_per_s is beyond a double's range",
+        ),
+        (
+            {"rows": [row()], "environment": {}, "ceilings": {"copy_bytes_per_s": "1"}},
+            "ceiling copy_bytes_per_s is '1'; expected a number above 0",
+        ),
     ],
 )
 def test_bad_files_are_usage_errors(status: Any, data: Any, message: str) -> None:
@@ -232,6 +244,15 @@ def test_bad_options_are_usage_errors(status: Any) -> None:
     assert status(matrix([row()]), matrix([row()]), "--max-slowdown", "0")[0] == 2
     for growth in ("-1", "nan"):
         assert status(matrix([row()]), matrix([row()]), "--max-ulp-growth", growth)[0] == 2
+
+
+def test_what_a_file_holds_starts_no_markup() -> None:
+    name = "<script>a|b</script>"
+    a, b = (Results(name, [row(t, op=name, case=name)]) for t in (1.0, 9.0))
+    found = compare(a, b, Limits())
+    assert found.problems
+    assert "<" not in found.markdown
+    assert "script>a\\|b" in found.markdown
 
 
 def test_many_problems_are_counted(tmp_path: Path) -> None:

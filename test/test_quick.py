@@ -101,3 +101,12 @@ def test_an_unavailable_backend_is_listed_with_its_reason(quick, capsys, monkeyp
     monkeypatch.setattr(registry, "_discover", lambda: known)
     assert quick.main(["--device", "cpu"]) == 2
     assert "gone: not installed" in capsys.readouterr().err
+
+
+def test_a_table_whose_file_can_not_be_written_is_shown(quick, capsys, monkeypatch):
+    monkeypatch.setattr(quick, "_run", lambda *args: iter([[]]))
+    argv = ["--op", "add_scaled", "--backend", "torch", "--device", "cpu"]
+    assert quick.main([*argv, "--jobs", "1", "--json", "/dev/full"]) == 2
+    out, err = capsys.readouterr()
+    assert "0 rows, 0 failed" in out
+    assert "error: --json: /dev/full can't be written: No space left on device" in err

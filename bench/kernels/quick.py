@@ -257,8 +257,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             progress.advance(task, len(found))
     rows = _in_order(rows, chunks, device.type)
     environment = report.versions() | {"name": report.devices()[-1]["name"]}
-    if args.json:
-        Path(args.json).write_text(to_json([r | {"environment": environment} for r in rows]) + "\n")
     captured = {"cuda graph", "simulated", "not timed"}.issuperset(r["timing"] for r in rows)
     notes = [] if captured else ["* timed by events around a loop, launch gaps included"]
     notes += [f"unavailable: {name}: {reason}" for name, reason in missing.items()]
@@ -269,6 +267,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     notes.append(f"{len(rows)} rows, {failed} failed, {seconds:.0f} s ({where})")
     # A pipe has no width; rich would then cut the table to 80 columns.
     _print(Console(width=None if sys.stdout.isatty() else 200), rows, notes)
+    if args.json:  # what can't be written has been shown
+        text = to_json([r | {"environment": environment} for r in rows]) + "\n"
+        try:
+            report.write("--json", args.json, text)
+        except UsageError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     return 1 if failed else 0
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from ..kernels.report import UsageError
+from ..kernels.report import UsageError, write
 from .compare import Limits, compare
 from .records import Results, load, load_all
 from .report import html, markdown
@@ -78,9 +77,6 @@ def _report(args: argparse.Namespace) -> int:
     if args.output is None:
         print(page)
         return 0
-    try:
-        Path(args.output).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{args.output}: can't be written: {error.strerror}") from error
+    write("--output", args.output, page)
     print(f"{len(results.rows)} rows in {args.output}")
     return 0

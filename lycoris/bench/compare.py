@@ -60,7 +60,7 @@ def compare(a: Results, b: Results, limits: Limits) -> Comparison:
         lines += ["", f"{len(notes)} rows are new in {names[1]}."]
     if problems:
         more = [f"- and {len(problems) - MOST} more"] if len(problems) > MOST else []
-        shown = [f"- {problem}" for problem in problems[:MOST]]
+        shown = [f"- {cell(problem)}" for problem in problems[:MOST]]
         lines += ["", f"**{len(problems)} problems**", "", *shown, *more]
     else:
         lines += ["", "No parity failure and no regression."]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -237,8 +238,6 @@ def _whole(row: Row) -> Row:
     whole["case"] = case if present in case else case + present
     whole["parity"] = parity
     _check(whole, ("op", "backend", "dtypes"))
-    if whole["time_us"] is not None and whole["time_us"] <= 0:
-        raise _Malformed(f"time_us is {whole['time_us']}; expected a time above 0, or null")
     return whole
 
 
@@ -263,6 +262,10 @@ def _check(found: Row, names: Iterable[str]) -> None:
             raise _Malformed(f"{name} is {value!r}; expected true or false")
         if name.endswith(_NUMBERS) and not (number or value is None):
             raise _Malformed(f"{name} is {value!r}; expected a number or null")
+        if number and abs(value) > sys.float_info.max:
+            raise _Malformed(f"{name} is beyond a double's range")
+        if number and name.endswith("_us") and not name.endswith("added_us") and value <= 0:
+            raise _Malformed(f"{name} is {value}; expected a time above 0, or null")
 
 
 def _check_facts(results: Results) -> None:
@@ -282,3 +285,10 @@ def _check_facts(results: Results) -> None:
         if not isinstance(value, kind):
             wanted = "an object" if kind is dict else "text"
             raise _Malformed(f"{name} is {value!r}; expected {wanted}")
+    device = results.environment.get("name")
+    if device is not None and not isinstance(device, str):
+        raise _Malformed(f"the environment's name is {device!r}; expected text")
+    for name, rate in results.ceilings.items():
+        _check({name: rate}, ())
+        if not isinstance(rate, int | float) or rate <= 0:
+            raise _Malformed(f"ceiling {name} is {rate!r}; expected a number above 0")

@@ -50,6 +50,18 @@ def check_target(option: str, path: str | Path) -> None:
         raise UsageError(f"{option}: {path} can't be written")
 
 
+def write(option: str, path: str | Path, text: str) -> None:
+    """Writes a file of results.
+
+    Raises:
+        UsageError: it can't be written, or not whole.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{option}: {path} can't be written: {error.strerror}") from error
+
+
 # ------------------------------------------------------------------------- text and JSON
 
 
