@@ -67,10 +67,10 @@ def contract_kernel(shared: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
                 for q in T.serial(block_n):
                     sums[i, r] += high[i, q] * T.cast(down_s[r, q], "float32")
         else:
-            T.gemm(high, down_s, sums, transpose_B=True)
-            T.gemm(middle, down_s, sums, transpose_B=True)
-            if parts == 3:
+            if parts == 3:  # the least first, which loses nothing to the others
                 T.gemm(low, down_s, sums, transpose_B=True)
+            T.gemm(middle, down_s, sums, transpose_B=True)
+            T.gemm(high, down_s, sums, transpose_B=True)
 
     @T.macro
     def times_up(high: Any, middle: Any, low: Any, up_s: Any, sums: Any) -> None:
@@ -80,10 +80,10 @@ def contract_kernel(shared: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
                 for q in T.serial(block_m):
                     sums[j, r] += high[q, j] * T.cast(up_s[q, r], "float32")
         else:
-            T.gemm(high, up_s, sums, transpose_A=True)
-            T.gemm(middle, up_s, sums, transpose_A=True)
             if parts == 3:
                 T.gemm(low, up_s, sums, transpose_A=True)
+            T.gemm(middle, up_s, sums, transpose_A=True)
+            T.gemm(high, up_s, sums, transpose_A=True)
 
     @T.prim_func
     def contract(

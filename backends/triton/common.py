@@ -41,6 +41,7 @@ class Kernel:
         # TRITON_INTERPRET is set at import.
         self.jit = JITFunction(fn)
         self.name = fn.__name__
+        self.waits = in_turn.__name__ in fn.__code__.co_names
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Run the kernel once on every program of ``grid``; see :meth:`prepare`."""
@@ -66,7 +67,7 @@ class Kernel:
         device = args[0].get_device()
         if device < 0 or triton.knobs.runtime.interpret:
             return partial(self._interpret, grid, fixed, options)
-        early = {"launch_pdl": True} if _launches_early(device) else {}
+        early = {"launch_pdl": True} if self.waits and _launches_early(device) else {}
         with self._building(), LOCK, torch.cuda.device(device):
             compiled = self.jit.run(*args, *fixed, grid=grid, warmup=True, **options, **early)
             run = compiled[(*grid, 1, 1)[:3]]  # loads it
@@ -122,11 +123,12 @@ def _launches_early(device: int) -> bool:
 
 
 def in_turn(_semantic: Any = None) -> None:
-    """The first statement of every kernel: waits until the launches before it are done and seen.
+    """The first statement of a kernel: waits until the launches before it are done and seen.
 
     Programmatic dependent launch: programs of a kernel are put on the device while the last ones of
     the kernel before still run, which hides most of the gap between two launches. Hence nothing may
-    be loaded or stored above this line. Nothing is waited for where kernels aren't launched so.
+    be loaded or stored above this line; a kernel without it is launched when the last one is done.
+    Nothing is waited for where kernels aren't launched early.
     """
     if _semantic is not None and getattr(_semantic.builder.options, "launch_pdl", False):
         # No early trigger beside it: with one, what is launched takes room from what still runs.

@@ -59,22 +59,22 @@ def _split(value, COMPUTE: tl.constexpr):
 
 @triton.jit
 def _times(high, middle, low, factor, PARTS: tl.constexpr):
-    """The sum of the parts, times a factor."""
-    product = tl.dot(high, factor)
-    product = tl.dot(middle, factor, product)
+    """The sum of the parts, times a factor; the least first, which loses nothing to the others."""
     if PARTS == 3:
-        product = tl.dot(low, factor, product)
-    return product
+        product = tl.dot(middle, factor, tl.dot(low, factor))
+    else:
+        product = tl.dot(middle, factor)
+    return tl.dot(high, factor, product)
 
 
 @triton.jit
 def _times_parts(factor, high, middle, low, PARTS: tl.constexpr):
-    """A factor times the sum of the parts."""
-    product = tl.dot(factor, high)
-    product = tl.dot(factor, middle, product)
+    """A factor times the sum of the parts; the least first."""
     if PARTS == 3:
-        product = tl.dot(factor, low, product)
-    return product
+        product = tl.dot(factor, middle, tl.dot(factor, low))
+    else:
+        product = tl.dot(factor, middle)
+    return tl.dot(factor, high, product)
 
 
 @kernel
