@@ -135,7 +135,9 @@ def in_turn(_semantic: Any = None) -> None:
         tl.extra.cuda.gdc_wait(_semantic=_semantic)
 
 
-in_turn.__triton_builtin__ = True  # type: ignore[attr-defined]  # as core.builtin does, but for None
+# Triton's own decorator would refuse a call without _semantic, which the interpreter makes. A
+# function takes attributes, which mypy does not model.
+in_turn.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 @triton.jit

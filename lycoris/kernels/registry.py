@@ -228,15 +228,8 @@ def capability(
     return failed or _ask(module.limits, op, dims, policy, device)
 
 
-def _key(
-    name: str,
-    op: str,
-    dims: Mapping[str, int],
-    policy: Policy,
-    device: torch.device,
-    form: Hashable,
-) -> tuple[Any, ...]:
-    return (name, op, tuple(sorted(dims.items())), policy, device, form)
+def _key(name: str, op: str, dims: Mapping[str, int], *rest: Hashable) -> tuple[Any, ...]:
+    return (name, op, tuple(sorted(dims.items())), *rest)
 
 
 def mark_failed(

@@ -300,6 +300,8 @@ _CASES = (
     ),
 )
 
+SIZES = "C = groups * I; groups divides O; 1-D to 3-D"
+
 LORA_CONV_APPLY = register(
     OpSpec(
         name="lora_conv_apply",
@@ -323,6 +325,6 @@ LORA_CONV_APPLY = register(
         cases=_CASES,
         positive=("r", "p", "q", "I"),
         doc="[base +] s * up (down * x), * the convolution; Tucker: up (mid * (down x))",
-        conditions="C = groups * I; groups divides O; 1-D to 3-D",
+        conditions=SIZES,
     )
 )

@@ -22,6 +22,7 @@ from ..spec import Bound, Cost, Operand, OpSpec, Round, register
 from .conv import (
     ATTRIBUTES,
     CONV_FP32,
+    SIZES,
     conv_case,
     derive_output,
     extent,
@@ -293,6 +294,6 @@ LOHA_CONV_APPLY = register(
         cases=_CASES,
         positive=("r", "p", "q", "I"),
         doc="[base +] s * ((w1_a w1_b) o (w2_a w2_b)) * x, * the convolution; Tucker with t1, t2",
-        conditions="C = groups * I; groups divides O; 1-D to 3-D",
+        conditions=SIZES,
     )
 )

@@ -218,6 +218,7 @@ def _weight_cost(d: Mapping[str, int], itemsize: int) -> Cost:
 
 # --------------------------------------------------------------------------------------- specs
 
+SIZES = "O = a * c and I = b * d"
 HALVES = (
     Operand("w1", optional=True),
     Operand("w1_a", optional=True),
@@ -247,6 +248,6 @@ LOKR_WEIGHT = register(
         derive=whole,
         positive=("p", "r"),
         doc="[base +] s * kron(w1, w2)",
-        conditions="O = a * c and I = b * d",
+        conditions=SIZES,
     )
 )

@@ -18,6 +18,7 @@ from ..schedule import Schedule
 from ..spec import Bound, Cost, Operand, OpSpec, Round, register
 from .lokr import (
     HALVES,
+    SIZES,
     Scale,
     ceil_div,
     factors,
@@ -364,6 +365,6 @@ LOKR_APPLY = register(
         derive=whole,
         positive=("p", "r"),
         doc="[base +] s * x @ kron(w1, w2)^T",
-        conditions="O = a * c and I = b * d",
+        conditions=SIZES,
     )
 )
