@@ -343,7 +343,6 @@ def test_a_file_that_can_not_be_written_is_known_before_the_run(capsys, tmp_path
     assert not (tmp_path / "x.json").exists()
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
 def test_results_on_a_full_disk_have_been_shown(capsys):
     assert main([*PARITY, "--backend", "torch", "--json", "/dev/full"]) == 2
     out, err = capsys.readouterr()

@@ -99,7 +99,7 @@ def test_the_snippets_run(name: str, tmp_path: Path) -> None:
 def test_the_scores_are_as_numerics_says(tmp_path: Path) -> None:
     reason = registry.availability("triton", torch.device("cpu"))
     if reason:
-        pytest.skip(reason)
+        pytest.skip(reason)  # says what to install
     printed = run((ROOT / "docs/numerics.md").read_text(), tmp_path).splitlines()
     passed = [line.endswith("passed") for line in printed]
     assert [line.split()[0] for line in printed] == ["triton"] * 4 + ["torch"] * 4
@@ -214,9 +214,11 @@ def recorded(name: str) -> list[dict]:
     return [row for row in rows if row["time_us"]]
 
 
+MATRICES = ("llm", "own", "sdxl", "conv", "rest", "sdxl-tilelang")
+
+
 def test_what_is_slower_is_as_recorded() -> None:
-    names = ("llm", "own", "sdxl", "conv", "rest", "sdxl-tilelang")
-    rows = [row for name in names for row in recorded(f"matrix-{name}")]
+    rows = [row for name in MATRICES for row in recorded(f"matrix-{name}")]
     convs = {"lora_conv_apply", "loha_conv_apply", "lokr_conv_apply"}
     slower = {(r["op"], r["backend"]) for r in rows if r["time_us"] > r["eager_us"]}
     both = {*convs, "loha_apply", "add_scaled"}
@@ -237,6 +239,19 @@ def test_what_is_slower_is_as_recorded() -> None:
     triton, eager = times("loha_apply", "triton", r=16)
     tilelang, _ = times("loha_apply", "tilelang", r=16)
     assert f"{triton} us in Triton and {tilelang} in TileLang at rank 16, eager {eager};" in said
+    (layer,) = (
+        [round(r["added_us"]), round(r["eager_us"] - r["base_us"])]
+        for r in recorded("matrix-layers")
+        if (r["op"], r["backend"]) == ("loha_apply", "triton")
+    )
+    assert "It adds {} us to a layer, eager {}.".format(*layer) in said
+    above = {
+        r["op"]
+        for name in ("matrix-layers", "matrix-layers-lora-oft-boft")
+        for r in recorded(name)
+        if r["peak_bytes"] > r["peft_peak_bytes"]
+    }
+    assert above == {"loha_apply", "lora_apply", "lokr_apply", "oft_apply"}
     assert "; {} at rank 32, eager {} (".format(*times("loha_apply", "triton", r=32)) in said
     high = times("loha_weight", "triton", r=64)
     assert "`loha_weight` at rank 64: {}, eager {}.".format(*high) in said
@@ -256,8 +271,7 @@ def test_what_is_slower_is_as_recorded() -> None:
 
 
 def test_what_is_larger_and_what_waits_is_as_recorded() -> None:
-    names = ("llm", "own", "sdxl", "conv", "rest", "sdxl-tilelang")
-    rows = [row for name in names for row in recorded(f"matrix-{name}")]
+    rows = [row for name in MATRICES for row in recorded(f"matrix-{name}")]
     said = " ".join(README.split())
     (found,) = (
         [r["peak_bytes"], r["eager_peak_bytes"]]

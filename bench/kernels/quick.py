@@ -232,22 +232,25 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark and returns the exit status."""
-    args = _parse(argv)
-    started = time.perf_counter()
     try:
-        device = report.pick_device(args.device)
-        if args.json:
-            report.check_target("--json", args.json)
-        backends, missing = report.pick_backends(args.backend, device)
-        chunks, declined = plan_chunks(args, device, backends)
-        if args.jobs < 1:
-            raise UsageError("--jobs: expected at least 1")
-        if not chunks:
-            reasons = [f"{n}: {r}" for n, r in missing.items()] + list(declined)
-            raise UsageError(f"no backend can run any of this ({'; '.join(reasons)})")
+        return _main(_parse(argv))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _main(args: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    device = report.pick_device(args.device)
+    if args.json:
+        report.check_target("--json", args.json)
+    backends, missing = report.pick_backends(args.backend, device)
+    chunks, declined = plan_chunks(args, device, backends)
+    if args.jobs < 1:
+        raise UsageError("--jobs: expected at least 1")
+    if not chunks:
+        reasons = [f"{n}: {r}" for n, r in missing.items()] + list(declined)
+        raise UsageError(f"no backend can run any of this ({'; '.join(reasons)})")
     rows: list[Row] = []
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -269,11 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print(Console(width=None if sys.stdout.isatty() else 200), rows, notes)
     if args.json:  # what can't be written has been shown
         text = to_json([r | {"environment": environment} for r in rows]) + "\n"
-        try:
-            report.write("--json", args.json, text)
-        except UsageError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        report.write("--json", args.json, text)
     return 1 if failed else 0
 
 

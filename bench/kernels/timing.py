@@ -170,8 +170,9 @@ def record(calls: Sequence[Call]) -> Recorded:
     except RuntimeError:  # the chain synchronises, or a library refuses capture
         torch.cuda.synchronize()
         # The generator would wait for the end of that capture, and draw no more.
-        fresh = torch.Generator(torch.device("cuda", torch.cuda.current_device()))
-        torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(fresh)
+        index = torch.cuda.current_device()
+        fresh = torch.Generator(torch.device("cuda", index))
+        torch.cuda.default_generators[index].graphsafe_set_state(fresh)
         loop()
         return Recorded(loop, "events", calls)
     graph.replay()
