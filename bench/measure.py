@@ -18,7 +18,7 @@ from shapes import Row
 
 from lycoris.kernels import explain, report, testing
 from lycoris.kernels.call import resolve_policy
-from lycoris.kernels.inputs import Inputs, draw
+from lycoris.kernels.inputs import Inputs
 from lycoris.kernels.spec import OpSpec
 
 DIRECTIONS = ("fwd", "fwd+bwd")
@@ -57,7 +57,7 @@ class Matrix:
         self.backends = list(backends)
         self.baselines = list(baselines)
         self.timed = device.type == "cuda"
-        self._verdicts, self._inputs, self._compiled, self._times = (_Latest() for _ in range(4))
+        self._trials, self._verdicts, self._compiled, self._times = (_Latest() for _ in range(4))
 
     @cached_property
     def ceilings(self) -> dict[str, float]:
@@ -112,13 +112,21 @@ class Matrix:
             found["times_floor"] = found["time_us"] / found["floor_us"]
         return found
 
+    def _trial(self, spec: OpSpec, row: Row) -> testing.Trial:
+        """The operands of a row, and what all its backends are scored against."""
+        call = (spec.name, row.case, row.mix)
+        trial: testing.Trial = self._trials.get(
+            call, lambda: testing.Trial(*call, device=self.device)
+        )
+        return trial
+
     def _parity(self, spec: OpSpec, row: Row, backend: str) -> list[Found]:
         known: dict[str, list[Found]] = self._verdicts.get((spec.name, row), dict)
         if backend not in known:
-            call = (spec.name, backend, row.case, row.mix)
             try:
-                scored = testing.check(*call, device=self.device)
+                scored = self._trial(spec, row).score(backend)
             except Exception as error:  # one broken kernel must not lose the other rows
+                call = (spec.name, backend, row.case, row.mix)
                 scored = [report.broken(*call, self.device, error)]
             known[backend] = [{k: r.as_dict()[k] for k in _TENSOR} for r in scored]
         return known[backend]
@@ -151,9 +159,7 @@ class Matrix:
 
     def _race(self, spec: OpSpec, row: Row, direction: str, layer: bool) -> dict[str, Found]:
         """Times of every backend that passes its parity and of every baseline."""
-        inputs = self._inputs.get(
-            (spec.name, row), lambda: draw(spec, row.case, row.mix, self.device)
-        )
+        inputs = self._trial(spec, row).inputs
         passing = [
             name
             for name in self.backends
@@ -174,7 +180,8 @@ class Matrix:
                 recorded.pop(name, None)
                 loops.pop(name, None)
                 found[name] = {"error": f"{type(error).__name__}: {error}"[:400]}
-        spans, hosts = timing.race(recorded), timing.loop_times(loops)
+        spans = timing.race(recorded)
+        hosts = timing.loop_times({name: (loops[name], spans[name].median) for name in recorded})
         for name, span in spans.items():
             low, high = span.quartiles
             host, wall = hosts[name]

@@ -59,7 +59,7 @@ SETS: dict[str, tuple[Layer, ...]] = {
         Layer(1280, 1280, 64, kernel=(3, 3), image=(32, 32)),
     ),
     "flux": (
-        Layer(3072, 3072, 16, 4096),
+        Layer(3072, 3072, 16, 4096, quick=True),
         Layer(12288, 3072, 64, 4096),
         Layer(3072, 12288, 128, 1024),
     ),

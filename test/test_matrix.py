@@ -132,7 +132,7 @@ def timed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     ceilings = {"copy_bytes_per_s": 4e12, "bf16_flop_per_s": 8e14}
     for name, value in {
         "record": record, "elapsed": elapsed, "REPEATS": 4,
-        "HOST_CALLS": 2, "HOST_BATCHES": 3, "WARM_UP": 1,
+        "HOST_CALLS": 2, "HOST_BATCHES": 3, "FEWEST_CALLS": 1,
         "rotations": lambda inputs: 2, "peak": lambda call: (call(), 7)[1],
         "ceilings": lambda device: ceilings,
     }.items():  # fmt: skip

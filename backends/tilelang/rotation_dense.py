@@ -261,6 +261,9 @@ def rotate_kernel(
             base_s = T.alloc_shared(tile_shape if based and not held else (1, 1), compute)
             out_s = T.alloc_shared(tile_shape, out_dtype)
             acc = T.alloc_fragment(tile_shape, "float32")
+            # Tensor cores cut what they add to a sum: as many parts as fp32 has digits keep them in
+            # sums of their own, a step each.
+            sums = T.alloc_fragment(tile_shape, "float32") if count > 2 else acc
             # Neighbours share the tokens where rows are read, else the matrix.
             first = pid // columns if rows else pid % splits
             column = pid % columns if rows else pid // splits
@@ -289,7 +292,12 @@ def rotate_kernel(
                     matrices(parts, m1, 1, which, z0, k * block_k)
                     if count > 2:
                         matrices(parts, m2, 2, which, z0, k * block_k)
-                    products(xs, m0, m1, m2, acc)
+                    if count > 2:
+                        T.clear(sums)
+                    products(xs, m0, m1, m2, sums)
+                    if count > 2:
+                        for i, j in T.Parallel(*tile_shape):
+                            acc[i, j] += sums[i, j]
                 finish(xs, base, base_s, power, out, out_s, acc, first, which, z0)
 
     parts_type = T.Tensor((count, P, padded, padded), compute)

@@ -110,15 +110,6 @@ def _contract(
         if PARTS > 1:
             high, middle, low = _split(value, COMPUTE)
         # Each product is a sum of its own: one chain over all columns would lose low bits.
-        if part_up is not None:
-            d = tl.load(
-                down + rank.to(tl.int64)[None, :] * N + columns[:, None],
-                mask=ok_n[:, None] & ok_r[None, :], other=0.0,
-            ).to(COMPUTE)  # fmt: skip
-            if PARTS > 1:
-                total += _times(high, middle, low, d, PARTS)
-            else:
-                total += tl.dot(value, d.to(tl.float32), input_precision=WIDE)
         if part_down is not None:
             # up^T, not the tile, is turned: its product is stored along its rows, and with a small
             # rank it is none of warp groups, which would read a turned tile from registers.
@@ -135,6 +126,15 @@ def _contract(
             else:
                 at = (block.to(tl.int64) * R + rank)[:, None] * N + columns[None, :]
                 tl.store(part_down + at, s * sums, mask=ok_r[:, None] & ok_n[None, :])
+        if part_up is not None:
+            d = tl.load(
+                down + rank.to(tl.int64)[None, :] * N + columns[:, None],
+                mask=ok_n[:, None] & ok_r[None, :], other=0.0,
+            ).to(COMPUTE)  # fmt: skip
+            if PARTS > 1:
+                total += _times(high, middle, low, d, PARTS)
+            else:
+                total += tl.dot(value, d.to(tl.float32), input_precision=WIDE)
     if DOWNWARDS:
         columns = block * BLOCK_N + rn
         at = (strip.to(tl.int64) * R + rank)[:, None] * N + columns[None, :]

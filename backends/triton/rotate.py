@@ -163,10 +163,20 @@ def _rotate(
             )
             inside = ok_t[:, None] & ok_k[None, :]
             v = tl.load(x + start + k[None, :] * stride_c, mask=inside, other=0.0).to(COMPUTE)
+            # Tensor cores cut what they add to a sum: as many parts as fp32 has digits keep them in
+            # sums of their own.
+            if PARTS > 2:
+                sum_ = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+            else:
+                sum_ = acc
             for part in tl.static_range(PARTS):  # the least first
                 at_m = m + zk[:, None] * step_k + zn[None, :] * step_n
                 factor = tl.load(at_m + (PARTS - 1 - part) * step)
-                acc = tl.dot(v, factor, acc, input_precision=PRECISION)
+                sum_ = tl.dot(v, factor, sum_, input_precision=PRECISION)
+            if PARTS > 2:
+                acc += sum_
+            else:
+                acc = sum_
         at, inside = start + n[None, :] * stride_c, ok_t[:, None] & ok_n[None, :]
         own = None
         if base is not None:

@@ -24,7 +24,8 @@ from lycoris.kernels.report import Mix
 from lycoris.kernels.spec import Case, OpSpec
 
 REPEATS = 25
-HOST_BATCHES, HOST_CALLS, WARM_UP = 5, 40, 20
+#: Calls in a loop: batches, calls of each at most and at least, and us on the device of a batch.
+HOST_BATCHES, HOST_CALLS, FEWEST_CALLS, BATCH_US = 5, 40, 5, 20_000
 Call = Callable[[], object]
 Forward = Callable[[list[Tensor | None]], Tensor]
 
@@ -192,26 +193,28 @@ def elapsed(run: Call) -> float:
 # ------------------------------------------------------------------ host time and memory
 
 
-def loop_times(calls: Mapping[str, Call]) -> dict[str, tuple[Span, Span]]:
-    """(host, wall) time of a call of each variant in a plain Python loop.
+def loop_times(calls: Mapping[str, tuple[Call, float]]) -> dict[str, tuple[Span, Span]]:
+    """(host, wall) time of a call of each variant, given with its device time, in a Python loop.
 
     Host time ends when all calls are issued, wall time when the device has done them.
     """
-    for call in calls.values():
-        for _ in range(WARM_UP):
-            call()
+    counts = {
+        name: max(FEWEST_CALLS, min(HOST_CALLS, int(BATCH_US / us)))
+        for name, (_, us) in calls.items()
+    }
     host: dict[str, list[float]] = {name: [] for name in calls}
     wall: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(HOST_BATCHES):
-        for name, call in calls.items():
+    for batch in range(HOST_BATCHES + 1):  # the first warms up
+        for name, (call, _) in calls.items():
             torch.cuda.synchronize()
             start = time.perf_counter()
-            for _ in range(HOST_CALLS):
+            for _ in range(counts[name]):
                 call()
             issued = time.perf_counter()
             torch.cuda.synchronize()
-            host[name].append((issued - start) / HOST_CALLS * 1e6)
-            wall[name].append((time.perf_counter() - start) / HOST_CALLS * 1e6)
+            if batch:
+                host[name].append((issued - start) / counts[name] * 1e6)
+                wall[name].append((time.perf_counter() - start) / counts[name] * 1e6)
     return {name: (Span(tuple(host[name])), Span(tuple(wall[name]))) for name in calls}
 
 

@@ -230,6 +230,117 @@ def _verdict(
     return "; ".join(failed)
 
 
+class Trial:
+    """One case in one mix: its operands, and all that a backend's run of it is scored against.
+
+    Args:
+        op: the op's public name.
+        case: one of ``SPECS[op].cases``, or one of your own.
+        mix: the dtypes of the model's and of the adapter's operands.
+        device: where to run.
+        seed: of the operands.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        case: Case,
+        mix: tuple[torch.dtype, torch.dtype],
+        *,
+        device: str | torch.device = "cpu",
+        seed: int = 0,
+    ) -> None:
+        spec = self.spec = SPECS[op]
+        self.case, self.mix, self.device = case, mix, torch.device(device)
+        inputs = self.inputs = draw(spec, case, mix, self.device, seed)
+        policy = self._policy = resolve_policy(spec, inputs.operands, self.device, None, None)
+        attributes = spec.named(case.attributes)
+        self._oracle = _reference(spec, inputs, policy, lambda t, **_: t, attributes)
+        self._model = _reference(spec, inputs, policy, rounding(policy.compute), attributes)
+        eager = _run(spec, inputs, registry.FORMULA, case)
+        self._dims = spec.bind(inputs.operands, attributes).dims
+        self._reductions = spec.reductions(self._dims)
+        self._stored = {
+            o.name: t.dtype
+            for o, t in zip(spec.operands, inputs.operands, strict=True)
+            if t is not None
+        } | {"out": policy.output}
+        #: Scores of the model, of one rounding and of eager.
+        self._others = {
+            name: [
+                self._score(name, self._model[name].to(self._stored[name])),
+                self._score(name, exact.to(self._stored[name])),
+                self._score(name, eager[name].reshape(exact.shape)),
+            ]
+            for name, exact in self._oracle.items()
+        }
+
+    def _unit(self, name: str) -> torch.dtype:
+        """A pointwise op has no compute dtype: each tensor is as exact as what it is stored in."""
+        return self._stored[name] if self.spec.unit == "output" else self._policy.compute
+
+    def _score(self, name: str, value: Tensor) -> Score:
+        # A pointwise op's reduced gradients are sums like any others.
+        pointwise = self.spec.unit == "output" and self._reductions.get(name, 1) == 1
+        return ulp.score(value, self._oracle[name], self._unit(name), pointwise=pointwise)
+
+    def score(self, backend: str) -> list[Row]:
+        """Runs the case on a backend and scores its output and every gradient.
+
+        Fresh memory is NaN-poisoned meanwhile.
+
+        Returns:
+            One row for the output and one for each gradient, passed or not.
+
+        Raises:
+            BackendError: the backend can't serve the case.
+        """
+        with poisoned():
+            got = _run(self.spec, self.inputs, backend, self.case)
+        largest = max(self._dims.values(), default=0)
+        small = largest <= _AGREEMENT_SIZE and self.device.type == "cpu"
+        return [self._row(backend, name, got[name], small) for name in self._oracle]
+
+    def _row(self, backend: str, name: str, got: Tensor, small: bool) -> Row:
+        exact, dtype, unit = self._oracle[name], self._stored[name], self._unit(name)
+        value = got.reshape(exact.shape)
+        perfect = self._model[name].to(dtype)
+        scores = [self._score(name, value), *self._others[name]]
+        same = value.to(unit) == perfect.to(unit)
+        agreement = same.double().mean().item() if same.numel() else 1.0
+        rounds = not torch.equal(self._model[name], exact)
+        reduction = self._reductions.get(name, 1)
+        bound = self.spec.bound.limit(unit, reduction)
+        agreed = agreement if small else 1.0
+        why = _verdict(scores, bound, unit, reduction, rounds, agreed, value.numel())
+        if self.case.exact and not torch.equal(value.double(), floor := exact.to(dtype).double()):
+            wrong = (value.double() != floor).sum().item()
+            why = why or f"{wrong} elements differ from the correctly rounded oracle"
+        if value.numel() and got.dtype != dtype:
+            why = f"stored as {got.dtype}, expected {dtype}"
+        mine, model, floor_score, eager = scores
+        return Row(
+            op=self.spec.name,
+            backend=backend,
+            case=self.case.name,
+            dtypes=mix_name(self.mix),
+            tensor=name if name == "out" else f"grad {name}",
+            device=self.device.type,
+            ulp=mine.ulp,
+            rms=mine.rms,
+            model_ulp=model.ulp,
+            model_rms=model.rms,
+            floor_ulp=floor_score.ulp,
+            floor_rms=floor_score.rms,
+            eager_ulp=eager.ulp,
+            eager_rms=eager.rms,
+            bound=bound,
+            headroom=bound / mine.ulp if mine.ulp else math.inf,
+            agreement=agreement,
+            why=why,
+        )
+
+
 def check(
     op: str,
     backend: str,
@@ -239,87 +350,8 @@ def check(
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> list[Row]:
-    """Runs one case on one backend and scores its output and every gradient.
-
-    Args:
-        op: the op's public name.
-        backend: the backend's name; fresh memory is NaN-poisoned while it runs.
-        case: one of ``SPECS[op].cases``, or one of your own.
-        mix: the dtypes of the model's and of the adapter's operands.
-        device: where to run.
-        seed: of the operands.
-
-    Returns:
-        One row for the output and one for each gradient, passed or not.
-
-    Raises:
-        BackendError: the backend can't serve the case.
-    """
-    spec = SPECS[op]
-    inputs = draw(spec, case, mix, torch.device(device), seed)
-    policy = resolve_policy(spec, inputs.operands, torch.device(device), None, None)
-    attributes = spec.named(case.attributes)
-    oracle = _reference(spec, inputs, policy, lambda t, **_: t, attributes)
-    model = _reference(spec, inputs, policy, rounding(policy.compute), attributes)
-    eager = _run(spec, inputs, registry.FORMULA, case)
-    with poisoned():
-        got = _run(spec, inputs, backend, case)
-    dims = spec.bind(inputs.operands, attributes).dims
-    reductions = spec.reductions(dims)
-    stored = {
-        o.name: t.dtype
-        for o, t in zip(spec.operands, inputs.operands, strict=True)
-        if t is not None
-    } | {"out": policy.output}
-    small = max(dims.values(), default=0) <= _AGREEMENT_SIZE and torch.device(device).type == "cpu"
-    rows = []
-    for name, exact in oracle.items():
-        dtype = stored[name]
-        # A pointwise op has no compute dtype: each tensor is as exact as what it is stored in.
-        unit = dtype if spec.unit == "output" else policy.compute
-        value = got[name].reshape(exact.shape)
-        perfect = model[name].to(dtype).double()
-        floor = exact.to(dtype).double()
-
-        reduction = reductions.get(name, 1)
-        # A pointwise op's reduced gradients are sums like any others.
-        pointwise = spec.unit == "output" and reduction == 1
-        given = (value, perfect, floor, eager[name].reshape(exact.shape))
-        scores = [ulp.score(t, exact, unit, pointwise=pointwise) for t in given]
-        same = value.to(unit) == perfect.to(unit)
-        agreement = same.double().mean().item() if same.numel() else 1.0
-        rounds = not torch.equal(model[name], exact)
-        bound = spec.bound.limit(unit, reduction)
-        agreed = agreement if small else 1.0
-        why = _verdict(scores, bound, unit, reduction, rounds, agreed, value.numel())
-        if case.exact and not torch.equal(value.double(), floor):
-            wrong = (value.double() != floor).sum().item()
-            why = why or f"{wrong} elements differ from the correctly rounded oracle"
-        if value.numel() and got[name].dtype != dtype:
-            why = f"stored as {got[name].dtype}, expected {dtype}"
-        rows.append(
-            Row(
-                op=op,
-                backend=backend,
-                case=case.name,
-                dtypes=mix_name(mix),
-                tensor=name if name == "out" else f"grad {name}",
-                device=torch.device(device).type,
-                ulp=scores[0].ulp,
-                rms=scores[0].rms,
-                model_ulp=scores[1].ulp,
-                model_rms=scores[1].rms,
-                floor_ulp=scores[2].ulp,
-                floor_rms=scores[2].rms,
-                eager_ulp=scores[3].ulp,
-                eager_rms=scores[3].rms,
-                bound=bound,
-                headroom=bound / scores[0].ulp if scores[0].ulp else math.inf,
-                agreement=agreement,
-                why=why,
-            )
-        )
-    return rows
+    """One :class:`Trial` of one backend: its arguments, and :meth:`Trial.score`."""
+    return Trial(op, case, mix, device=device, seed=seed).score(backend)
 
 
 def cases(op: str, device: str = "cpu") -> Iterator[tuple[Case, tuple[torch.dtype, torch.dtype]]]:

@@ -62,12 +62,12 @@ def contraction(run: Schedule, columns: int, rank: int) -> Plan:
     if not plan.multiprocessors(run.device):
         return Plan(32, 32, 16, num_stages=1)
     block_k = min(max(16, plan.power_of_2(rank)), 64)
-    # More rows leave fewer partial sums, where registers allow it.
     compute, aligned = run.policy.compute, columns % 8 == 0
-    block_m = 128 if compute.itemsize == 2 and rank <= 32 and aligned else 32
-    # Products of fp32, and rows at odd addresses, cost registers.
-    block_n = 64 if compute is torch.bfloat16 or aligned else 32
-    return Plan(block_m, block_n, block_k, 8, 1)
+    # bf16 leaves registers for tiles of the weight that are on their way; fp16's products are those
+    # of fp32, which cost some, and so do rows at odd addresses.
+    if compute is torch.bfloat16 and rank <= 32 and aligned:
+        return Plan(64, 64, block_k, 4, 3)
+    return Plan(32, 64 if aligned and compute is not torch.float16 else 32, block_k, 8, 1)
 
 
 def _forward(
@@ -128,7 +128,8 @@ def contract(
     units = plan.multiprocessors(run.device)
 
     def strips(blocks: int, along: int) -> int:
-        return max(1, min(along, tile_count(4 * units, blocks) if units else 2))
+        count = tile_count((8 if tiles.num_stages > 1 else 4) * units, blocks) if units else 2
+        return tile_count(along, tile_count(along, count))  # none is empty
 
     def launch(splits: int, weight: Tensor | None, up: Tensor | None, down: Tensor | None) -> None:
         args = (*gradient, weight, up, down, group)
