@@ -97,7 +97,7 @@ def diagonal(
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    kernel = build(
+    kernel: Any = build(
         diagonal_kernel,
         (
             out.shape[1] if out.is_cuda else None,
@@ -130,7 +130,7 @@ def diagonal_gradient(
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    kernel = build(
+    kernel: Any = build(
         diagonal_gradient_kernel,
         (
             a.shape[1] if a.is_cuda else None,
