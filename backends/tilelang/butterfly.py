@@ -1,7 +1,7 @@
 """The small matrices of a rotation, in fp64: stages multiplied, packed, and their gradients.
 
-Sizes are arguments, so that one build serves every shape; on CUDA there is one for each block size
-and width of a group, whose sums are unrolled, and whose divisions are shifts.
+Sizes are arguments on a CPU, so that one build serves every shape. On CUDA a build knows its Pass:
+an index with divisions, in 64 bits and checked, costs more than the entry that is there.
 """
 
 # No annotations import from __future__: TileLang evaluates a prim_func's annotations in its scope.
@@ -16,35 +16,18 @@ from lycoris.kernels.precision import Policy
 from lycoris.kernels.rotation import WIDEST, Pass
 
 from .common import NAMES, build
-from .rotation_layout import div, mod
+from .rotation_layout import block_number, div, mod, product_start, reversed_bits
 
-#: Columns that go through the stages of a butterfly together, rows at once: one for each thread.
-COLS, ROWS = 8, 32
+#: Columns that go through the stages of a butterfly together, rows at once, and their threads.
+COLS, ROWS, MIXERS = 8, 64, 256
 #: Entries of a gradient that a program sums, and neighbouring terms of each at once.
 ENTRIES, SHARES = 64, 4
+#: Terms of a sum that a thread loads together.
+TERMS = 4
 #: Elements that a program packs, and its threads.
 PACKED, PACKERS = 1024, 256
 #: Elements that a program sums shares of, and its threads.
-SUMMED, ADDERS = 256, 256
-
-
-def _product(T: Any, stage: Any, group: Any, groups: Any, width: Any) -> Any:
-    """Where the group's entries of the product from ``stage`` on start; see ``compose``."""
-    before = T.cast(groups * width, "int64") * (2 * width - ((2 * width) >> stage))
-    return before + T.cast(group, "int64") * (width * (width >> stage))
-
-
-def _block(group: Any, within: Any, low: Any, per: Any) -> Any:
-    """The number of a block among a stage's: of block ``within`` of a group that has ``per``."""
-    return (div(group, low) * per + within) * low + mod(group, low)
-
-
-def _reversed(y: Any, bits: Any) -> Any:
-    """The number of up to 8 bits that are y's in reverse."""
-    y = ((y & 0x55) << 1) | ((y >> 1) & 0x55)
-    y = ((y & 0x33) << 2) | ((y >> 2) & 0x33)
-    y = ((y & 0x0F) << 4) | (y >> 4)
-    return y >> (8 - bits)
+SUMMED, ADDERS = 1024, 256
 
 
 @prepared
@@ -71,8 +54,8 @@ def compose(
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    size = part.size if scaled.is_cuda else None
-    kernel = build(compose_kernel, (transposed, size, ROWS * COLS), scaled.device)
+    known = (part, scaled.numel()) if scaled.is_cuda else None
+    kernel = build(compose_kernel, (transposed, known, MIXERS), scaled.device)
 
     def launch(scaled: torch.Tensor, found: torch.Tensor, part: Pass, transposed: bool) -> None:
         numbers = (part.stages, part.first, part.low, part.width, part.groups, scaled.shape[1])
@@ -81,83 +64,99 @@ def compose(
     return launch
 
 
-def compose_kernel(transposed: bool, width_of_block: int | None, threads: int) -> Any:
-    """Some columns of one group through every stage: a stage mixes the rows of a column."""
+def compose_kernel(transposed: bool, known: tuple[Pass, int] | None, threads: int) -> Any:
+    """Some columns of one group through every stage: a stage mixes the rows of a column.
+
+    ``known``: the Pass and the number of entries of its blocks.
+    """
     import tilelang.language as T
 
-    blocks, entries = (T.dynamic(name, "int64") for name in ("blocks", "entries"))
-    # For the C target alone: CUDA's build, which knows the size of a block, warns of nothing.
-    begun = not transposed and width_of_block is None
+    part, blocks = known or (None, T.dynamic("blocks", "int64"))
+    entries = T.dynamic("entries", "int64") if part is None else part.products
+    index = "int64" if part is None else "int32"
+
+    @T.macro
+    def advance(
+        at: Any, before: Any, after: Any, value: Any, units: Any, own_block: Any, scaled: Any,
+        found: Any, bx: Any, group: Any, integers: Any,
+    ) -> None:  # fmt: skip
+        size, stages, first, low, width, groups, count = integers
+        unit = size >> 1
+        stage = at if transposed else stages - 1 - at
+        target = stage + 1 if transposed else stage
+        stored = width >> target
+        begin = product_start(T, target, group, groups, width)
+        for tile in T.serial(T.ceildiv(stored, ROWS)):
+            # Rows beyond the last repeat it: no load waits for a branch.
+            for a, q in T.Parallel(ROWS, COLS):
+                n, c = T.min(tile * ROWS + a, stored - 1), bx * COLS + q
+                half = (units[q] >> stage) & 1
+                outer = div(n, unit if transposed else size)
+                own = mod(n, unit)
+                inner = units[q] & ((T.int32(1) << stage) - 1)
+                block = own_block[0] + ((outer << stage) + inner) * low
+                entry = T.cast((first + stage) * count + block, index) * (size * size)
+                if transposed:
+                    value[a, q] = before[(2 * outer + half) * unit + own, q]
+                    for j in T.serial(size):
+                        row = (2 * outer + (j & 1)) * unit + (j >> 1)
+                        factor = scaled[entry + (2 * own + half) * size + j]
+                        value[a, q] += before[row, q] * factor
+                else:
+                    bit = div(n, unit) & 1
+                    j = 2 * own + bit
+                    k = 2 * mod(c, unit) + half
+                    here = outer == units[q] >> (stage + 1)
+                    value[a, q] = T.if_then_else(here, scaled[entry + k * size + j], T.float64(0))
+                    same = before[outer * unit + own, q]
+                    value[a, q] += T.if_then_else(bit == half, same, T.float64(0))
+                    for i in T.serial(unit):
+                        factor = scaled[entry + (2 * i + half) * size + j]
+                        value[a, q] += before[outer * unit + i, q] * factor
+            for a, q in T.Parallel(ROWS, COLS):
+                n, c = tile * ROWS + a, bx * COLS + q
+                if n < stored and c < width:
+                    found[begin + n * width + c] = value[a, q]
+                    after[n, q] = value[a, q]
 
     @T.prim_func
     def compose(
         scaled: T.Tensor((blocks,), "float64"),
         found: T.Tensor((entries,), "float64"),
-        given: T.int32, stages: T.int32, first: T.int32, low: T.int32, width: T.int32,
-        groups: T.int32, count: T.int32,
+        a_size: T.int32, a_stages: T.int32, a_first: T.int32, a_low: T.int32, a_width: T.int32,
+        a_groups: T.int32, a_count: T.int32,
     ) -> None:  # fmt: skip
+        size = a_size if part is None else part.size
+        stages = a_stages if part is None else part.stages
+        first = a_first if part is None else part.first
+        low = a_low if part is None else part.low
+        width = a_width if part is None else part.width
+        groups = a_groups if part is None else part.groups
+        count = a_count if part is None else part.groups * (part.width // part.size)
         with T.Kernel(T.ceildiv(width, COLS), groups, threads=threads) as (bx, group):
-            T.annotate_min_blocks_per_sm(2)
+            T.annotate_min_blocks_per_sm(4)
             # What the stage before left, and what this one makes.
-            held = T.alloc_shared((2, WIDEST, COLS), "float64")
+            even = T.alloc_shared((WIDEST, COLS), "float64")
+            odd = T.alloc_shared((WIDEST, COLS), "float64")
             value = T.alloc_fragment((ROWS, COLS), "float64")
             # Looked up, where the index of every element would divide anew.
             units = T.alloc_shared((COLS,), "int32")
             own_block = T.alloc_shared((1,), "int32")
-            size = given if width_of_block is None else width_of_block
-            unit = size >> 1
             for q in T.Parallel(COLS):
-                units[q] = _reversed(div(bx * COLS + q, unit), stages)
-            own_block[0] = _block(group, 0, low, div(width, size))
-            if begun:
-                # The first stage reads nothing of it, which TileLang's check of what is read before
-                # it is written can't see; one element written is enough for that.
-                held[0, 0, 0] = 0
-            if transposed:
-                for tile in T.serial(T.ceildiv(width, ROWS)):
-                    for a, q in T.Parallel(ROWS, COLS):
-                        n, c = tile * ROWS + a, bx * COLS + q
-                        if n < width and c < width:
-                            at_first = _product(T, 0, group, groups, width)
-                            held[0, n, q] = found[at_first + n * width + c]
-            for at in T.serial(stages - 1 if transposed else stages):
-                stage = at if transposed else stages - 1 - at
-                target = stage + 1 if transposed else stage
-                stored = width >> target
-                now = at & 1
-                begin = _product(T, target, group, groups, width)
-                for tile in T.serial(T.ceildiv(stored, ROWS)):
-                    for a, q in T.Parallel(ROWS, COLS):
-                        n, c = tile * ROWS + a, bx * COLS + q
-                        value[a, q] = 0
-                        if n < stored and c < width:
-                            half = (units[q] >> stage) & 1
-                            outer = div(n, unit if transposed else size)
-                            own = mod(n, unit)
-                            inner = units[q] & ((T.int32(1) << stage) - 1)
-                            block = own_block[0] + ((outer << stage) + inner) * low
-                            entry = T.cast((first + stage) * count + block, "int64") * (size * size)
-                            if transposed:
-                                value[a, q] = held[now, (2 * outer + half) * unit + own, q]
-                                for j in T.serial(size):
-                                    row = (2 * outer + (j & 1)) * unit + (j >> 1)
-                                    factor = scaled[entry + (2 * own + half) * size + j]
-                                    value[a, q] += held[now, row, q] * factor
-                            else:
-                                bit = div(n, unit) & 1
-                                j = 2 * own + bit
-                                if outer == units[q] >> (stage + 1):
-                                    k = 2 * mod(c, unit) + half
-                                    value[a, q] = scaled[entry + k * size + j]
-                                if at > 0:
-                                    if bit == half:
-                                        value[a, q] += held[now, outer * unit + own, q]
-                                    for i in T.serial(unit):
-                                        factor = scaled[entry + (2 * i + half) * size + j]
-                                        value[a, q] += held[now, outer * unit + i, q] * factor
-                            found[begin + n * width + c] = value[a, q]
-                    for a, q in T.Parallel(ROWS, COLS):
-                        held[1 - now, tile * ROWS + a, q] = value[a, q]
+                units[q] = reversed_bits(div(T.min(bx * COLS + q, width - 1), size >> 1), stages)
+            own_block[0] = block_number(group, 0, low, div(width, size))
+            for n, q in T.Parallel(WIDEST, COLS):
+                even[n, q] = 0
+                if transposed and n < width and bx * COLS + q < width:
+                    at_first = product_start(T, 0, group, groups, width)
+                    even[n, q] = found[at_first + n * width + bx * COLS + q]
+            steps = stages - 1 if transposed else stages
+            integers = (size, stages, first, low, width, groups, count)
+            rest = (value, units, own_block, scaled, found, bx, group, integers)
+            for pair in T.serial(T.ceildiv(steps, 2)):
+                advance(2 * pair, even, odd, *rest)
+                if 2 * pair + 1 < steps:
+                    advance(2 * pair + 1, odd, even, *rest)
 
     return compose
 
@@ -180,8 +179,8 @@ def stage_gradient(
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    size = part.size if found.is_cuda else None
-    kernel = build(stage_gradient_kernel, (size, ENTRIES * SHARES), found.device)
+    known = (part, deltas.shape[0]) if found.is_cuda else None
+    kernel = build(stage_gradient_kernel, (known, ENTRIES * SHARES), found.device)
 
     def launch(found: torch.Tensor, grads: torch.Tensor, deltas: torch.Tensor, part: Pass) -> None:
         kernel(
@@ -192,21 +191,31 @@ def stage_gradient(
     return launch
 
 
-def stage_gradient_kernel(width_of_block: int | None, threads: int) -> Any:
-    """ENTRIES entries of the gradients of one stage's blocks in one group."""
+def stage_gradient_kernel(known: tuple[Pass, int] | None, threads: int) -> Any:
+    """ENTRIES entries of the gradients of one stage's blocks in one group.
+
+    ``known``: the Pass and the number of all stages.
+    """
     import tilelang.language as T
 
-    every, count = map(T.dynamic, ("every", "count"))
-    size = width_of_block or T.dynamic("size")
+    part, every = known or (None, T.dynamic("every"))
+    size, count = map(T.dynamic, ("size", "count"))
     entries = T.dynamic("entries", "int64")
+    if part is not None:
+        size, count, entries = part.size, part.groups * (part.width // part.size), part.products
 
     @T.prim_func
     def stage_gradient(
         found: T.Tensor((entries,), "float64"),
         grads: T.Tensor((entries,), "float64"),
         deltas: T.Tensor((every, count, size, size), "float64"),
-        stages: T.int32, first: T.int32, low: T.int32, width: T.int32, groups: T.int32,
+        a_stages: T.int32, a_first: T.int32, a_low: T.int32, a_width: T.int32, a_groups: T.int32,
     ) -> None:  # fmt: skip
+        stages = a_stages if part is None else part.stages
+        first = a_first if part is None else part.first
+        low = a_low if part is None else part.low
+        width = a_width if part is None else part.width
+        groups = a_groups if part is None else part.groups
         with T.Kernel(T.ceildiv(width * size, ENTRIES), groups, stages, threads=threads) as (
             bx, group, stage,
         ):  # fmt: skip
@@ -222,25 +231,31 @@ def stage_gradient_kernel(width_of_block: int | None, threads: int) -> Any:
                     k, j = mod(div(e, size), size), mod(e, size)
                     outer, inner = within >> stage, within & ((T.int32(1) << stage) - 1)
                     row = (2 * outer + (j & 1)) * unit + (j >> 1)
-                    grad = _product(T, stage, group, groups, width) + row * width
-                    after = _product(T, stage + 1, group, groups, width)
+                    grad = product_start(T, stage, group, groups, width) + row * width
+                    after = product_start(T, stage + 1, group, groups, width)
                     after_row = after + (outer * unit + (k >> 1)) * width
                     # The columns that the row has entries in.
                     y = ((k & 1) << stage) + inner
-                    start = _reversed(y, stages) * unit + s
+                    start = reversed_bits(y, stages) * unit + s
                     if s == 0:  # I G^T
-                        own = _reversed(((2 * outer) << stage) + y, stages) * unit + (k >> 1)
+                        own = reversed_bits(((2 * outer) << stage) + y, stages) * unit + (k >> 1)
                         share[q, s] = grads[grad + own]
-                    for tile in T.serial(T.ceildiv(terms, SHARES)):
-                        if tile * SHARES + s < terms:
-                            c = start + tile * SHARES
-                            share[q, s] += found[after_row + c] * grads[grad + c]
+                    for tile in T.serial(T.ceildiv(terms, SHARES * TERMS)):
+                        for t in T.unroll(TERMS):
+                            at = (tile * TERMS + t) * SHARES
+                            inside = at + s < terms
+                            factor = T.if_then_else(
+                                inside, found[after_row + start + at], T.float64(0)
+                            )
+                            share[q, s] += factor * T.if_then_else(
+                                inside, grads[grad + start + at], T.float64(0)
+                            )
             T.copy(share, total)
             for q in T.Parallel(ENTRIES):
                 e = bx * ENTRIES + q
                 if e < width * size:
                     within = div(e, size * size)
-                    block = _block(group, within, low, div(width, size))
+                    block = block_number(group, within, low, div(width, size))
                     for s in T.serial(1, SHARES):
                         total[q, 0] += total[q, s]
                     at_k, at_j = mod(div(e, size), size), mod(e, size)
@@ -269,8 +284,8 @@ def pack(
         KernelBuildError: the kernel can't be built.
     """
     divided = power is not None
-    sizes = (part.unit, part.width, part.padded) if matrix.is_cuda else None
-    kernel = build(pack_kernel, (parts.dtype, divided, sizes, PACKERS), matrix.device)
+    known = part if matrix.is_cuda else None
+    kernel = build(pack_kernel, (parts.dtype, divided, known, PACKERS), matrix.device)
     numbers = (part.padded.bit_length() - 1, part.pack, part.unit, part.stages)
 
     def launch(
@@ -282,14 +297,14 @@ def pack(
     return launch
 
 
-def pack_kernel(
-    dtype: torch.dtype, divided: bool, sizes: tuple[int, int, int] | None, threads: int
-) -> Any:
+def pack_kernel(dtype: torch.dtype, divided: bool, known: Pass | None, threads: int) -> Any:
     """PACKED elements of one pack, in every part; a pack has 2^bits columns."""
     import tilelang.language as T
 
-    groups, powers, pieces, packs = map(T.dynamic, ("groups", "powers", "pieces", "packs"))
-    width, padded = map(T.dynamic, ("width", "padded")) if sizes is None else sizes[1:]
+    powers, pieces = map(T.dynamic, ("powers", "pieces"))
+    groups, packs, width, padded = map(T.dynamic, ("groups", "packs", "width", "padded"))
+    if known is not None:
+        groups, packs, width, padded = known.groups, known.packs, known.width, known.padded
     stored = NAMES[dtype]
 
     @T.prim_func
@@ -297,11 +312,14 @@ def pack_kernel(
         matrix: T.Tensor((groups, width, width), "float64"),
         power: T.Tensor((powers,), "float32"),
         parts: T.Tensor((pieces, packs, padded, padded), stored),
-        bits: T.int32, pack: T.int32, given: T.int32, stages: T.int32,
+        a_bits: T.int32, a_pack: T.int32, a_unit: T.int32, a_stages: T.int32,
     ) -> None:  # fmt: skip
         with T.Kernel(T.ceildiv(padded * padded, PACKED), packs, threads=threads) as (bx, which):
             value = T.alloc_fragment((PACKED,), "float64")
-            unit = given if sizes is None else sizes[0]
+            bits = a_bits if known is None else known.padded.bit_length() - 1
+            pack = a_pack if known is None else known.pack
+            unit = a_unit if known is None else known.unit
+            stages = a_stages if known is None else known.stages
             for e in T.Parallel(PACKED):
                 r, c = (bx * PACKED + e) >> bits, (bx * PACKED + e) & (padded - 1)
                 within = div(r, width)
@@ -309,7 +327,7 @@ def pack_kernel(
                 value[e] = 0
                 if within < pack and group < groups and c >= first and c - first < width:
                     p = c - first
-                    column = _reversed(div(p, unit), stages) * unit + mod(p, unit)
+                    column = reversed_bits(div(p, unit), stages) * unit + mod(p, unit)
                     value[e] = matrix[group, r - first, column]
                     if divided:
                         value[e] = value[e] / T.cast(power[which], "float64")
@@ -336,8 +354,7 @@ def unpack(
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    sizes = (part.unit, part.width, part.padded) if total.is_cuda else None
-    kernel = build(unpack_kernel, (sizes, ADDERS), total.device)
+    kernel = build(unpack_kernel, (part if total.is_cuda else None, ADDERS), total.device)
 
     def launch(total: torch.Tensor, out: torch.Tensor, part: Pass) -> None:
         kernel(total, out, part.pack, part.unit, part.stages)
@@ -345,30 +362,38 @@ def unpack(
     return launch
 
 
-def unpack_kernel(sizes: tuple[int, int, int] | None, threads: int) -> Any:
+def unpack_kernel(known: Pass | None, threads: int) -> Any:
     """SUMMED elements of one group, each the sum of its shares in order."""
     import tilelang.language as T
 
-    shares, packs, groups = map(T.dynamic, ("shares", "packs", "groups"))
-    width, padded = map(T.dynamic, ("width", "padded")) if sizes is None else sizes[1:]
+    shares = T.dynamic("shares")
+    groups, packs, width, padded = map(T.dynamic, ("groups", "packs", "width", "padded"))
+    if known is not None:
+        groups, packs, width, padded = known.groups, known.packs, known.width, known.padded
 
     @T.prim_func
     def unpack(
         total: T.Tensor((shares, packs, padded, padded), "float32"),
         out: T.Tensor((groups, width, width), "float64"),
-        pack: T.int32, given: T.int32, stages: T.int32,
+        a_pack: T.int32, a_unit: T.int32, a_stages: T.int32,
     ) -> None:  # fmt: skip
         with T.Kernel(T.ceildiv(width * width, SUMMED), groups, threads=threads) as (bx, group):
+            T.annotate_min_blocks_per_sm(4)
             sums = T.alloc_fragment((SUMMED,), "float64")
-            unit = given if sizes is None else sizes[0]
+            pack = a_pack if known is None else known.pack
+            unit = a_unit if known is None else known.unit
+            stages = a_stages if known is None else known.stages
+            T.clear(sums)
+            which, start = div(group, pack), mod(group, pack) * width
+            for share in T.serial(shares):
+                for e in T.Parallel(SUMMED):
+                    r, c = div(bx * SUMMED + e, width), mod(bx * SUMMED + e, width)
+                    if r < width:
+                        sums[e] += T.cast(total[share, which, start + r, start + c], "float64")
             for e in T.Parallel(SUMMED):
                 r, c = div(bx * SUMMED + e, width), mod(bx * SUMMED + e, width)
-                sums[e] = 0
                 if r < width:
-                    which, start = div(group, pack), mod(group, pack) * width
-                    for share in T.serial(shares):
-                        sums[e] += T.cast(total[share, which, start + r, start + c], "float64")
-                    column = _reversed(div(c, unit), stages) * unit + mod(c, unit)
+                    column = reversed_bits(div(c, unit), stages) * unit + mod(c, unit)
                     out[group, r, column] = sums[e]
 
     return unpack

@@ -232,74 +232,94 @@ def cayley_gradient(
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    count, size, _ = delta.shape
+    size = delta.shape[1]
     names = {**NAMES, torch.float64: "float64"}
     stored, summed = names[out.dtype], names[total.dtype]
-    params = (max(16, plan.block_n), stored, summed, 32 * plan.num_warps)
+    # A CPU's build serves every size; the tiles of small blocks lie side by side in a program.
+    on_cpu = not delta.is_cuda
+    tile = max(16 if on_cpu else 4, plan.block_n)
+    beside = 1 if on_cpu else max(1, plan.block_m * plan.block_n**2 // tile**2)
+    known = None if on_cpu else (size, pack, *total.shape[1:3])
+    params = (beside, tile, known, stored, summed, 32 * plan.num_warps)
     kernel = build(cayley_gradient_kernel, params, delta.device)
 
     def launch(delta: torch.Tensor, total: torch.Tensor, out: torch.Tensor, pack: int) -> None:
-        kernel(delta.view(-1), total, out.view(-1), count, size, pack)
+        kernel(delta, total, out.view(delta.shape), pack)
 
     return launch
 
 
-def cayley_gradient_kernel(tile: int, stored: str, summed: str, threads: int) -> Any:
-    """out = Z - Z^T with Z = 2 N^T dD N^T of one block."""
+def cayley_gradient_kernel(
+    beside: int,
+    tile: int,
+    known: tuple[int, int, int, int] | None,
+    stored: str,
+    summed: str,
+    threads: int,
+) -> Any:
+    """out = Z - Z^T with Z = 2 N^T dD N^T, of ``beside`` blocks.
+
+    ``known``: the size of a block, how many a pack has, the packs and their columns.
+    """
     import tilelang.language as T
 
-    n = T.dynamic("n", "int64")
-    shares, packs, padded = map(T.dynamic, ("shares", "packs", "padded"))
+    count = T.dynamic("count")
+    shares, size, packs, padded = map(T.dynamic, ("shares", "size", "packs", "padded"))
+    if known is not None:
+        size, _, packs, padded = known
 
     @T.prim_func
     def cayley_gradient(
-        delta: T.Tensor((n,), "float64"),
+        delta: T.Tensor((count, size, size), "float64"),
         total: T.Tensor((shares, packs, padded, padded), summed),
-        out: T.Tensor((n,), stored),
-        count: T.int32, size: T.int32, pack: T.int32,
-    ) -> None:  # fmt: skip
-        with T.Kernel(count, threads=threads) as block:
-            inverse = T.alloc_shared((tile, tile), "float64")
-            turned = T.alloc_shared((tile, tile), "float64")
-            middle = T.alloc_shared((tile, tile), "float64")
-            left = T.alloc_shared((tile, tile), "float64")
-            z = T.alloc_shared((tile, tile), "float64")
-            sums = T.alloc_fragment((tile, tile), "float64")
-            for i, j in T.Parallel(tile, tile):
-                if i < size and j < size:
-                    at = (T.cast(block, "int64") * size + i) * size + j
+        out: T.Tensor((count, size, size), stored),
+        a_pack: T.int32,
+    ) -> None:
+        with T.Kernel(T.ceildiv(count, beside), threads=threads) as first:
+            inverse = T.alloc_shared((beside, tile, tile), "float64")
+            # Rows that are written, or read, by column lie a bank apart.
+            turned = T.alloc_shared((beside, tile, tile + 1), "float64")
+            middle = T.alloc_shared((beside, tile, tile), "float64")
+            left = T.alloc_shared((beside, tile, tile + 1), "float64")
+            z = T.alloc_shared((beside, tile, tile + 1), "float64")
+            sums = T.alloc_fragment((beside, tile, tile), "float64")
+            pack = a_pack if known is None else known[1]
+            for b, i, j in T.Parallel(beside, tile, tile):
+                block = first * beside + b
+                if block < count and i < size and j < size:
                     unit = T.if_then_else(i == j, T.float64(1), T.float64(0))
-                    mirrored = (T.cast(block, "int64") * size + j) * size + i
-                    inverse[i, j] = unit + delta[at] / 2
-                    turned[i, j] = unit + delta[mirrored] / 2
+                    inverse[b, i, j] = unit + delta[block, i, j] / 2
                 else:
-                    inverse[i, j] = 0
-                    turned[i, j] = 0
+                    inverse[b, i, j] = 0
+                turned[b, j, i] = inverse[b, i, j]
             T.clear(sums)
             for share in T.serial(shares):
-                for i, j in T.Parallel(tile, tile):
-                    if i < size and j < size:
+                for b, i, j in T.Parallel(beside, tile, tile):
+                    block = first * beside + b
+                    if block < count and i < size and j < size:
                         which, start = div(block, pack), mod(block, pack) * size
-                        sums[i, j] += T.cast(total[share, which, start + i, start + j], "float64")
+                        sums[b, i, j] += T.cast(
+                            total[share, which, start + i, start + j], "float64"
+                        )
             T.copy(sums, middle)
             # A thread's sums grow together: none waits for the addition before its own.
             T.clear(sums)
             for k in T.serial(size):
-                for i, j in T.Parallel(tile, tile):
-                    sums[i, j] += inverse[k, i] * middle[k, j]
-            T.copy(sums, left)
+                for b, i, j in T.Parallel(beside, tile, tile):
+                    sums[b, i, j] += inverse[b, k, i] * middle[b, k, j]
+            T.copy(sums, left[0:beside, 0:tile, 0:tile])
             T.clear(sums)
             for k in T.serial(size):
-                for i, j in T.Parallel(tile, tile):
-                    sums[i, j] += left[i, k] * turned[k, j]
-            T.copy(sums, z)
-            for i, j in T.Parallel(tile, tile):
-                if i < size and j < size:
-                    at = (T.cast(block, "int64") * size + i) * size + j
-                    value = 2 * (z[i, j] - z[j, i])
+                for b, i, j in T.Parallel(beside, tile, tile):
+                    sums[b, i, j] += left[b, i, k] * turned[b, k, j]
+            T.copy(sums, z[0:beside, 0:tile, 0:tile])
+            for b, i, j in T.Parallel(beside, tile, tile):
+                block = first * beside + b
+                if block < count and i < size and j < size:
+                    value = 2 * (z[b, i, j] - z[b, j, i])
                     if stored == "float64":
-                        out[at] = value
+                        out[block, i, j] = value
                     else:
-                        out[at] = T.cast(T.cast(value, "float32"), stored)
+                        out[block, i, j] = T.cast(T.cast(value, "float32"), stored)
 
     return cayley_gradient

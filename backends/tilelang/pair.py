@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from lycoris.kernels.launch import Launch, prepared
-from lycoris.kernels.plan import CHUNK, Plan
+from lycoris.kernels.plan import CHUNK, Plan, tile_count
 from lycoris.kernels.precision import Policy
 
 from .common import NAMES, STAGES_OF_DYNAMIC_K, aligned, build, compact, is_transposed
+from .rotation_layout import div
 
 
 @prepared
@@ -96,9 +97,10 @@ def diagonal(
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    kernel = build(
+    kernel: Any = build(
         diagonal_kernel,
         (
+            out.shape[1] if out.is_cuda else None,
             tuple(t.dtype for t in (a, lam, mask, out)),
             (plan.block_m, plan.block_n),
             32 * plan.num_warps if out.is_cuda else 32,
@@ -106,7 +108,8 @@ def diagonal(
         ),
         out.device,
     )
-    return _with_last_stride(kernel)
+    rows = out.shape[0] // mask.shape[0]
+    return lambda *operands: kernel(*map(compact, operands), rows)
 
 
 @prepared
@@ -127,9 +130,10 @@ def diagonal_gradient(
     Raises:
         KernelBuildError: the kernel can't be built.
     """
-    kernel = build(
+    kernel: Any = build(
         diagonal_gradient_kernel,
         (
+            a.shape[1] if a.is_cuda else None,
             (a.dtype, b.dtype, mask.dtype),
             (plan.block_m, plan.block_n),
             32 * plan.num_warps if a.is_cuda else 32,
@@ -137,12 +141,9 @@ def diagonal_gradient(
         ),
         a.device,
     )
-    return _with_last_stride(kernel)
-
-
-def _with_last_stride(launch: Any) -> Launch:
-    """A launch of dense tensors, whose last stride is 1 even where that size is 1."""
-    return lambda *args: launch(*map(compact, args))
+    rows = a.shape[0] // mask.shape[0]
+    steps = tile_count(a.shape[0], partials.shape[0] * plan.block_m)
+    return lambda *operands: kernel(*map(compact, operands), rows, steps)
 
 
 # ---------------------------------------------------------------------------- the kernels
@@ -180,9 +181,9 @@ def product_kernel(
     two_level = longest is None or longest > (CHUNK // 4 if fused else CHUNK)
     pad = 4 if fused else 0
     b_tile = (block_n, block_k + pad) if b_t else (block_k, block_n)
-    depth = STAGES_OF_DYNAMIC_K
-    if longest is not None:
-        depth = max(1, min(stages, -(-min(k or 1, k0 or 1) // block_k)))
+    # Both halves go through their sums together: what one has more of is zero in the other.
+    steps = T.ceildiv(T.max(K, K0) if longest is None else longest, block_k)
+    depth = STAGES_OF_DYNAMIC_K if longest is None else max(1, min(stages, int(steps)))
     columns = min(block_n // 4, 16, threads)  # threads along N
     rows = threads // columns
 
@@ -194,43 +195,31 @@ def product_kernel(
         j_of_thread = j // columns if b_t else j // (4 * columns) * 4 + j % 4
         return i // rows * (block_n // columns) + j_of_thread
 
-    def sum_over(size: Any) -> Any:
-        """A macro that leaves a tile of a @ b, over ``size`` columns of a, in ``total``."""
+    @T.macro
+    def load(a: Any, b: Any, by: Any, bx: Any, at: Any, a_s: Any, b_s: Any) -> None:
+        T.copy(a[by * block_m, at], a_s[0:block_m, 0:block_k])
+        if b_t:
+            T.copy(b[bx * block_n, at], b_s[0:block_n, 0:block_k])
+        else:
+            T.copy(b[at, bx * block_n], b_s)
 
-        @T.macro
-        def accumulate(
-            a: Any, b: Any, by: Any, bx: Any, a_s: Any, b_s: Any, part: Any, total: Any
-        ) -> None:
-            T.clear(part)
-            if two_level:
-                T.clear(total)
-            for step in T.Pipelined(T.ceildiv(size, block_k), num_stages=depth):
-                at = step * block_k
-                T.copy(a[by * block_m, at], a_s[0:block_m, 0:block_k])
-                if b_t:
-                    T.copy(b[bx * block_n, at], b_s[0:block_n, 0:block_k])
-                else:
-                    T.copy(b[at, bx * block_n], b_s)
-                if two_level:
-                    for i, j in T.Parallel(block_m, block_n):
-                        total[i, j] += part[i, j]
-                        part[i, j] = 0
-                if fused:
-                    for k4 in T.serial(block_k // 4):
-                        for i, j in T.Parallel(block_m, block_n):
-                            for c in T.serial(4):
-                                part[i, j] += a_s[i, k4 * 4 + c] * (
-                                    b_s[j, k4 * 4 + c] if b_t else b_s[k4 * 4 + c, j]
-                                )
-                else:
-                    T.gemm(a_s, b_s, part, transpose_B=b_t)
-            if two_level:
+    @T.macro
+    def multiply(a_s: Any, b_s: Any, part: Any) -> None:
+        if fused:
+            for k4 in T.serial(block_k // 4):
                 for i, j in T.Parallel(block_m, block_n):
-                    total[i, j] += part[i, j]
+                    for c in T.serial(4):
+                        part[i, j] += a_s[i, k4 * 4 + c] * (
+                            b_s[j, k4 * 4 + c] if b_t else b_s[k4 * 4 + c, j]
+                        )
+        else:
+            T.gemm(a_s, b_s, part, transpose_B=b_t)
 
-        return accumulate
-
-    sum_first, sum_second = sum_over(K), sum_over(K0)
+    @T.macro
+    def add(part: Any, total: Any) -> None:
+        for i, j in T.Parallel(block_m, block_n):
+            total[i, j] += part[i, j]
+            part[i, j] = 0
 
     def rows_of(size: Any) -> Any:
         return (N, size) if b_t else (size, N)
@@ -250,46 +239,57 @@ def product_kernel(
         with T.Kernel(T.ceildiv(N, block_n), T.ceildiv(M, block_m), threads=threads) as (bx, by):
             a_s = T.alloc_shared((block_m, block_k + pad), compute)
             b_s = T.alloc_shared(b_tile, compute)
+            a0_s = T.alloc_shared((block_m, block_k + pad), compute)
+            b0_s = T.alloc_shared(b_tile, compute)
             part = T.alloc_fragment((block_m, block_n), "float32")
+            part0 = T.alloc_fragment((block_m, block_n), "float32")
             total = T.alloc_fragment((block_m, block_n), "float32") if two_level else part
-            first = T.alloc_fragment((block_m, block_n), "float32")
-            staged = T.alloc_shared((block_m, block_n), "float32")
+            total0 = T.alloc_fragment((block_m, block_n), "float32") if two_level else part0
+            # A matrix instruction's result is stored 8 rows at once, each to banks of its own.
+            staged = T.alloc_shared((block_m, block_n + 8), out_dtype)
             if fused:
-                T.annotate_layout(
-                    {
-                        part: T.Fragment(
-                            (block_m, block_n),
-                            forward_thread_fn=thread_of,
-                            forward_index_fn=index_of,
-                        )
-                    }
+                layout = T.Fragment(
+                    (block_m, block_n), forward_thread_fn=thread_of, forward_index_fn=index_of
                 )
-            sum_first(a, b, by, bx, a_s, b_s, part, total)
+                T.annotate_layout({part: layout, part0: layout})
+            for tile in (part, part0, *((total, total0) if two_level else ())):
+                T.clear(tile)
+            for step in T.Pipelined(steps, num_stages=depth):
+                load(a, b, by, bx, step * block_k, a_s, b_s)
+                load(a0, b0, by, bx, step * block_k, a0_s, b0_s)
+                if two_level:
+                    add(part, total)
+                    add(part0, total0)
+                multiply(a_s, b_s, part)
+                multiply(a0_s, b0_s, part0)
+            if two_level:
+                add(part, total)
+                add(part0, total0)
             for i, j in T.Parallel(block_m, block_n):
-                first[i, j] = total[i, j]
-            sum_second(a0, b0, by, bx, a_s, b_s, part, total)
-            for i, j in T.Parallel(block_m, block_n):
-                first[i, j] += sign * total[i, j]
+                staged[i, j] = (total[i, j] + sign * total0[i, j]) * (
+                    scale[0] if scale_by_tensor else scale  # type: ignore[index]
+                )
             # Through shared memory: the accumulator's layout would store 2 elements at a time.
-            T.copy(first, staged)
-            for i, j in T.Parallel(block_m, block_n):
-                row = by * block_m + i
-                column = bx * block_n + j
-                if row < M and column < N:
-                    out[row, column] = staged[i, j] * (
-                        scale[0] if scale_by_tensor else scale  # type: ignore[index]
-                    )
+            T.copy(staged[0:block_m, 0:block_n], out[by * block_m, bx * block_n])
 
     return product
 
 
 def diagonal_kernel(
-    dtypes: tuple[torch.dtype, ...], blocks: tuple[int, int], threads: int, index: str
+    rank: int | None,
+    dtypes: tuple[torch.dtype, ...],
+    blocks: tuple[int, int],
+    threads: int,
+    index: str,
 ) -> Any:
-    """The prim_func of :func:`diagonal`; every size is symbolic."""
+    """The prim_func of :func:`diagonal`; a mask's row is that of ``rows`` rows of ``a``.
+
+    The rank is compiled in on CUDA, so that a thread takes neighbours; other sizes are symbolic.
+    """
     import tilelang.language as T
 
-    M, R, B = (T.dynamic(name, index) for name in ("m", "r", "samples"))
+    M, B = T.dynamic("m", index), T.dynamic("samples", index)
+    R = T.dynamic("r", index) if rank is None else rank
     a_dtype, lam_dtype, mask_dtype, out_dtype = (NAMES[d] for d in dtypes)
     block_m, block_n = blocks
 
@@ -299,6 +299,7 @@ def diagonal_kernel(
         lam: T.Tensor((R,), lam_dtype),  # type: ignore[valid-type]
         mask: T.Tensor((B, R), mask_dtype),  # type: ignore[valid-type]
         out: T.Tensor((M, R), out_dtype),  # type: ignore[valid-type]
+        rows: T.int32,
     ) -> None:
         with T.Kernel(T.ceildiv(R, block_n), T.ceildiv(M, block_m), threads=threads) as (bx, by):
             for i, j in T.Parallel(block_m, block_n):
@@ -307,19 +308,27 @@ def diagonal_kernel(
                 if row < M and column < R:
                     out[row, column] = T.cast(a[row, column], "float32") * (
                         T.cast(lam[column], "float32")
-                        * T.cast(mask[row // (M // B), column], "float32")
+                        * T.cast(mask[div(row, rows), column], "float32")
                     )
 
     return diagonal
 
 
 def diagonal_gradient_kernel(
-    dtypes: tuple[torch.dtype, ...], blocks: tuple[int, int], threads: int, index: str
+    rank: int | None,
+    dtypes: tuple[torch.dtype, ...],
+    blocks: tuple[int, int],
+    threads: int,
+    index: str,
 ) -> Any:
-    """The prim_func of :func:`diagonal_gradient`; every size is symbolic."""
+    """The prim_func of :func:`diagonal_gradient`, of ``steps`` tiles a share.
+
+    As in :func:`diagonal_kernel`.
+    """
     import tilelang.language as T
 
-    M, R, B, S = (T.dynamic(name, index) for name in ("m", "r", "samples", "s"))
+    M, B, S = (T.dynamic(name, index) for name in ("m", "samples", "s"))
+    R = T.dynamic("r", index) if rank is None else rank
     a_dtype, b_dtype, mask_dtype = (NAMES[d] for d in dtypes)
     block_m, block_n = blocks
 
@@ -329,11 +338,12 @@ def diagonal_gradient_kernel(
         b: T.Tensor((M, R), b_dtype),  # type: ignore[valid-type]
         mask: T.Tensor((B, R), mask_dtype),  # type: ignore[valid-type]
         partials: T.Tensor((S, R), "float32"),  # type: ignore[valid-type]
+        rows: T.int32,
+        steps: T.int32,
     ) -> None:
         with T.Kernel(T.ceildiv(R, block_n), S, threads=threads) as (bx, by):
             total = T.alloc_fragment((block_m, block_n), "float32")
-            staged = T.alloc_shared((block_m, block_n), "float32")
-            steps = T.ceildiv(T.ceildiv(M, S), block_m)
+            sums = T.alloc_fragment((block_n,), "float32")
             T.clear(total)
             for step in T.serial(steps):
                 for i, j in T.Parallel(block_m, block_n):
@@ -343,14 +353,11 @@ def diagonal_gradient_kernel(
                         total[i, j] += (
                             T.cast(a[row, column], "float32")
                             * T.cast(b[row, column], "float32")
-                            * T.cast(mask[row // (M // B), column], "float32")
+                            * T.cast(mask[div(row, rows), column], "float32")
                         )
-            T.copy(total, staged)
+            T.reduce_sum(total, sums, dim=0)
             for j in T.Parallel(block_n):
-                column = bx * block_n + j
-                if column < R:
-                    for i in T.serial(1, block_m):
-                        staged[0, j] += staged[i, j]
-                    partials[by, column] = staged[0, j]
+                if bx * block_n + j < R:
+                    partials[by, bx * block_n + j] = sums[j]
 
     return diagonal_gradient

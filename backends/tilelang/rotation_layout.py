@@ -35,6 +35,25 @@ def mod(a: Any, b: Any) -> Any:
     return truncmod(a, b)
 
 
+def product_start(T: Any, stage: Any, group: Any, groups: Any, width: Any) -> Any:
+    """Where the group's entries of the product from ``stage`` on start; see ``compose``."""
+    before = T.cast(groups * width, "int64") * (2 * width - ((2 * width) >> stage))
+    return before + T.cast(group, "int64") * (width * (width >> stage))
+
+
+def block_number(group: Any, within: Any, low: Any, per: Any) -> Any:
+    """The number of a block among a stage's: of block ``within`` of a group that has ``per``."""
+    return (div(group, low) * per + within) * low + mod(group, low)
+
+
+def reversed_bits(y: Any, bits: Any) -> Any:
+    """The number of up to 8 bits that are y's in reverse."""
+    y = ((y & 0x55) << 1) | ((y >> 1) & 0x55)
+    y = ((y & 0x33) << 2) | ((y >> 2) & 0x33)
+    y = ((y & 0x0F) << 4) | (y >> 4)
+    return y >> (8 - bits)
+
+
 def channel_of(T: Any, g: Any, p: Any, width: Any, unit: Any, stages: Any, low: Any) -> Any:
     """The channel of position p in group g."""
     strided = (((div(g, low) << stages) + div(p, unit)) * low + mod(g, low)) * unit + mod(p, unit)
