@@ -26,6 +26,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--parity-json", help="write every parity row to this file")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The worker that is done first takes half of what another has yet to do.
+
+    By default the one with the compile-only suite, the longest, holds back hundreds of tests.
+    """
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call":  # properties come through pytest-xdist's workers too
         for name, rows in report.user_properties:

@@ -299,7 +299,7 @@ class Triton:
 class TileLang:
     """Notes what TileLang is asked to build, and compiles it with nvcc, several at a time."""
 
-    BATCH = 12  # nvcc reads TileLang's headers (seconds) once a file
+    BATCH = 32  # nvcc reads TileLang's headers (seconds) once a file
 
     def __init__(self, arch: str, note: Callable[..., None]) -> None:
         from lycoris.backends.tilelang import common

@@ -1,6 +1,6 @@
 """Compiles the kernels of every registered op for GPUs that are not there, and reports on them.
 
-    python test/compile/worker.py --backend triton --arch sm_90 [--json] [--part 1/2] [--op NAME]
+    python test/compile/worker.py --backend triton --arch sm_90 [--json] [--op NAME]
 
 It makes real calls, forward and backward, of the parity cases of every OpSpec, on operands that
 have no memory and claim to be on a GPU. What core and the backend then ask of Triton and TileLang
@@ -113,7 +113,6 @@ def main() -> int:
     parser.add_argument("--backend", required=True, choices=("triton", "tilelang"))
     parser.add_argument("--arch", required=True, choices=ARCHS)
     parser.add_argument("--op", help="only this op")
-    parser.add_argument("--part", default="1/1", help="such as 2/3: the second third")
     parser.add_argument("--json", action="store_true", help="print JSON, not a table")
     parser.add_argument("--level", type=int, choices=(0, 1, 2), help="see builders.TARGETS")
     parser.add_argument("--list", action="store_true", help="only say what would be built")
@@ -141,8 +140,6 @@ def main() -> int:
     declined = {make_call(*call, args.backend, place) for call in calls(args.op)} - {""}
     level = TARGETS[args.backend, args.arch] if args.level is None else args.level
     chosen = sample(list(requests.values()), level)
-    part, parts = map(int, args.part.split("/"))
-    chosen = chosen[part - 1 :: parts]
     if not args.list:
         compiler.compile(chosen)
     builds = [request.build for request in chosen]
