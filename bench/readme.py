@@ -63,9 +63,10 @@ def speeds(results: Results) -> str:
         error = max(verdicts, key=lambda v: v["ulp"] / v["bound"])
         cells = [f"`{op}`", case, _us(any_row.get("floor_us"))]
         cells += [_us(found[b]["time_us"] if b in found else None) for b in backends]
-        cells += [_us(any_row.get("eager_us")), f"{error['ulp']:.1f} of {error['bound']:g}"]
+        cells += [_us(any_row.get(f"{name}_us")) for name in ("eager", "compile")]
+        cells += [f"{error['ulp']:.1f} of {error['bound']:g}"]
         lines.append([*cells, "-" if error["eager_ulp"] is None else f"{error['eager_ulp']:.1f}"])
-    headings = ["op", "shape", "floor:", *(f"{b}:" for b in backends), "eager:"]
+    headings = ["op", "shape", "floor:", *(f"{b}:" for b in backends), "eager:", "compile:"]
     return "\n".join(markdown_table([*headings, "worst ULP:", "eager's:"], lines)) + "\n"
 
 

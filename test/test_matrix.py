@@ -54,6 +54,22 @@ def test_the_shapes_are_those_people_use(bench: Any) -> None:
     assert {4, 16, 64, 128} <= {y.rank for y in layers}
 
 
+def test_every_set_has_a_quick_layer(bench: Any) -> None:
+    assert all(any(y.quick for y in layers) for layers in bench.shapes.SETS.values())
+
+
+def test_a_slow_call_is_looped_over_a_few_times(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timing, slow, fast = bench.timing, MagicMock(), MagicMock()
+    found = timing.loop_times({"slow": (slow, 1e6), "fast": (fast, 1.0)})
+    batches = timing.HOST_BATCHES + 1  # one to warm up
+    assert slow.call_count == timing.FEWEST_CALLS * batches
+    assert fast.call_count == timing.HOST_CALLS * batches
+    assert {len(span.samples) for spans in found.values() for span in spans} == {batches - 1}
+
+
 def test_rows_of_single_ops_are_told_apart(bench: Any) -> None:
     assert bench.rows.SHAPES.keys() >= {"lora_apply", "lora_weight"}
     for op in bench.rows.SHAPES.keys() & SPECS.keys():

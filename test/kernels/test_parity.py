@@ -34,6 +34,14 @@ def test_parity(
     assert not failed, "\n".join(failed)
 
 
+def test_a_trial_scores_one_backend_after_another() -> None:
+    case, mix = next(testing.cases("merge_"))  # in place: the first must leave the operands alone
+    trial = testing.Trial("merge_", case, mix)
+    for _ in range(2):
+        for backend in (*BACKENDS, "torch"):
+            assert trial.score(backend) == testing.check("merge_", backend, case, mix)
+
+
 def test_the_matrix_is_whole() -> None:
     seen = {(p.values[0], p.values[1]) for p in MATRIX}
     assert seen == {(op, backend) for op in SPECS for backend in BACKENDS}
