@@ -259,11 +259,17 @@ def test_what_is_slower_is_as_recorded() -> None:
     high = times("loha_weight", "triton", r=64)
     assert "`loha_weight` at rank 64: {}, eager {}.".format(*high) in said
     large = times("add_scaled", "triton", T=[4096, 4096])
-    assert "`add_scaled`: {} us, eager {}.".format(*large) in said
+    assert "`add_scaled`: {} us, eager {};".format(*large) in said
     merged = times("dora_lora_weight", "tilelang", "compile_us", O=4096)
     assert "`dora_lora_weight` ({}, compiled {})".format(*merged) in said
-    kron = times("lokr_weight", "triton", "compile_us", c=384)
-    assert "`lokr_weight` at 3072 and below ({} us and {})".format(*kron) in said
+    kron = times("lokr_weight", "triton", "compile_us", c=40)
+    kron += times("lokr_weight", "triton", "compile_us", c=384)
+    assert (
+        "({} us in Triton at 320 channels, compiled {}; {} at 3072, compiled {})".format(*kron)
+        in said
+    )
+    layers = [r["peak_bytes"] / r["eager_peak_bytes"] for r in recorded("matrix-layers")]
+    assert f"(as a layer {max(layers):.1f} times, at 77 tokens)" in said
     wide = [
         next(r for r in recorded(name) if r["sizes"]["r"] == 128)
         for name in ("lora-triton-pairs", "lora-tilelang")

@@ -168,8 +168,14 @@ def summary(results: Results) -> list[str]:
         lines.append("Kernels were simulated or not timed: accuracy only, no speed is claimed.")
     else:
         lines.append("A row that fails its parity check shows no speed.")
-    if any(row["timing"].startswith("events") or "events" in row["timing"] for row in rows):
-        lines.append("Some chains can't be captured: their times include launch gaps.")
+    timings = {
+        name for row in rows for name, v in row.items() if "timing" in name and "events" in v
+    }
+    if timings:
+        who = sorted(name.removesuffix("timing").strip("_") or "ours" for name in timings)
+        lines.append(
+            f"Some chains can't be captured: times include launch gaps ({', '.join(who)})."
+        )
     return lines
 
 

@@ -28,7 +28,7 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
-Mix = tuple[torch.dtype, torch.dtype]
+Mix = testing.Mix
 
 
 class UsageError(Exception):

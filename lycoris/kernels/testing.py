@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +20,16 @@ from torch import Tensor
 from ..functional import OPS
 from . import registry, ulp
 from .call import resolve_policy
+from .errors import BackendError
 from .inputs import Inputs, draw
 from .precision import HALF, Policy
 from .schedule import Schedule
 from .spec import SPECS, Case, OpSpec
 from .ulp import Score
 
-#: (model's dtype, adapter's dtype): every mix the policy allows.
+#: (model's dtype, adapter's dtype).
+Mix = tuple[torch.dtype, torch.dtype]
+#: Every mix the policy allows.
 MIXES = (
     (torch.float16, torch.float16),
     (torch.bfloat16, torch.bfloat16),
@@ -47,7 +50,7 @@ _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _AGREEMENT_SIZE = 512
 
 
-def mix_name(mix: tuple[torch.dtype, torch.dtype]) -> str:
+def mix_name(mix: Mix) -> str:
     """``bf16`` where both sides agree, else ``bf16/fp32``: the model's, then the adapter's."""
     return "/".join(dict.fromkeys(_SHORT[dtype] for dtype in mix))
 
@@ -242,13 +245,7 @@ class Trial:
     """
 
     def __init__(
-        self,
-        op: str,
-        case: Case,
-        mix: tuple[torch.dtype, torch.dtype],
-        *,
-        device: str | torch.device = "cpu",
-        seed: int = 0,
+        self, op: str, case: Case, mix: Mix, *, device: str | torch.device = "cpu", seed: int = 0
     ) -> None:
         spec = self.spec = SPECS[op]
         self.case, self.mix, self.device = case, mix, torch.device(device)
@@ -293,10 +290,16 @@ class Trial:
             One row for the output and one for each gradient, passed or not.
 
         Raises:
-            BackendError: the backend can't serve the case.
+            BackendError: the backend can't serve the case, or wrote into an operand.
         """
+        given = self.inputs.operands
+        spare = [None if t is None else _copied(t) for t in given]
         with poisoned():
             got = _run(self.spec, self.inputs, backend, self.case)
+        for operand, t, kept in zip(self.spec.operands, given, spare, strict=True):
+            if t is not None and kept is not None and not torch.equal(t, kept):
+                self.inputs = replace(self.inputs, operands=spare)  # as the next backend gets them
+                raise BackendError(f"{backend} wrote into {operand.name} of {self.spec.name}")
         largest = max(self._dims.values(), default=0)
         small = largest <= _AGREEMENT_SIZE and self.device.type == "cpu"
         return [self._row(backend, name, got[name], small) for name in self._oracle]
@@ -345,7 +348,7 @@ def check(
     op: str,
     backend: str,
     case: Case,
-    mix: tuple[torch.dtype, torch.dtype],
+    mix: Mix,
     *,
     device: str | torch.device = "cpu",
     seed: int = 0,
@@ -354,7 +357,7 @@ def check(
     return Trial(op, case, mix, device=device, seed=seed).score(backend)
 
 
-def cases(op: str, device: str = "cpu") -> Iterator[tuple[Case, tuple[torch.dtype, torch.dtype]]]:
+def cases(op: str, device: str = "cpu") -> Iterator[tuple[Case, Mix]]:
     """Every case of an op for a device type, with every dtype mix that makes a difference to it."""
     spec = SPECS[op]
     for case in spec.cases:

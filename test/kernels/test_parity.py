@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from lycoris.kernels import testing
+from lycoris.kernels.errors import BackendError
 from lycoris.kernels.spec import SPECS, Case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,3 +53,20 @@ def test_the_matrix_is_whole() -> None:
         cases = {case.fill for case, _ in testing.cases(op, "cpu")}
         assert {"random", "integers", "one_hot", "cancellation", "subnormal"} <= cases
         assert {"near_overflow", "zero_factor"} <= cases
+
+
+def test_a_backend_that_writes_into_an_operand_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, mix = next(testing.cases("lora_weight"))
+    trial = testing.Trial("lora_weight", case, mix)
+    run = testing._run
+
+    def spoil(spec: Any, inputs: Any, *args: Any) -> Any:
+        found = run(spec, inputs, *args)
+        inputs.operands[0].zero_()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(testing, "_run", spoil)
+        with pytest.raises(BackendError, match="torch wrote into up of lora_weight"):
+            trial.score("torch")
+    assert trial.score("torch") == testing.check("lora_weight", "torch", case, mix)

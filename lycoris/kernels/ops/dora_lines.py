@@ -16,6 +16,15 @@ from ..schedule import Schedule
 _JOIN = Plan(16, 32, 0)
 
 
+#: The longest rank whose factors leave registers for more tiles of the weight.
+SHORT = 32
+
+
+def stages(run: Schedule) -> int:
+    """How many tiles of a weight, and of what goes with it, are in shared memory at once."""
+    return 3 if plan.shared_memory(run.device) >= 2**17 else 2
+
+
 def tiles_plan(run: Schedule, weight: Tensor, group: int, rank: int, summed: bool) -> Plan:
     """Tiles of a kernel that reads a weight in any order.
 
@@ -34,18 +43,19 @@ def tiles_plan(run: Schedule, weight: Tensor, group: int, rank: int, summed: boo
         block_k = min(max(16, plan.power_of_2(rank)), 64)
         # fp32 factors, products of three, cost registers, and so do rows at odd addresses.
         large = run.policy.compute.itemsize == 2 and columns % 8 == 0
-        # Summed, the next tiles of the weight are on their way while one is multiplied.
-        stages = 3 if summed else 1
-        made = Plan(32, 128, block_k, 4, stages) if large else Plan(32, 64, block_k, 8, 1)
+        made = Plan(64, 64, block_k, 4, 1) if large else Plan(32, 64, block_k, 8, 1)
+        if short := large and rank <= SHORT:
+            # Summed, the next tiles of the weight are on their way while one is multiplied.
+            made = Plan(32, 128, block_k, 4, stages(run) if summed else 1)
     else:
-        large = False
+        short = False
         made = Plan(32, 128, 0, 8 if columns % 8 else 4, 2 if columns % 8 == 0 and summed else 1)
     if not summed:
         return made
     tiles_m, tiles_n = tile_count(rows, made.block_m), tile_count(columns, made.block_n)
     along, blocks = (tiles_m, tiles_n) if group else (tiles_n, tiles_m)
-    programs = (4 if large else 8) * units
-    return replace(made, splits=max(1, min(along, 64, tile_count(programs, blocks))))
+    parts = min(along, 64, tile_count((4 if short else 8) * units, blocks))
+    return replace(made, splits=tile_count(along, tile_count(along, parts)))  # none is empty
 
 
 class Lines:

@@ -34,7 +34,7 @@ from .dora import (
     wide,
     width_of,
 )
-from .dora_lines import Lines
+from .dora_lines import SHORT, Lines, stages
 
 MULTIPLIER = Attribute("multiplier", "float", 1.0)
 
@@ -65,8 +65,8 @@ def contraction(run: Schedule, columns: int, rank: int) -> Plan:
     compute, aligned = run.policy.compute, columns % 8 == 0
     # bf16 leaves registers for tiles of the weight that are on their way; fp16's products are those
     # of fp32, which cost some, and so do rows at odd addresses.
-    if compute is torch.bfloat16 and rank <= 32 and aligned:
-        return Plan(64, 64, block_k, 4, 3)
+    if compute is torch.bfloat16 and rank <= SHORT and aligned:
+        return Plan(64, 64, block_k, 4, stages(run))
     return Plan(32, 64 if aligned and compute is not torch.float16 else 32, block_k, 8, 1)
 
 
