@@ -265,6 +265,7 @@ def product_kernel(
             if two_level:
                 add(part, total)
                 add(part0, total0)
+            # mypy has one type for scale, which is a number here and a tensor of one there.
             for i, j in T.Parallel(block_m, block_n):
                 staged[i, j] = (total[i, j] + sign * total0[i, j]) * (
                     scale[0] if scale_by_tensor else scale  # type: ignore[index]

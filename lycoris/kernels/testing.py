@@ -282,9 +282,7 @@ class Trial:
         return ulp.score(value, self._oracle[name], self._unit(name), pointwise=pointwise)
 
     def score(self, backend: str) -> list[Row]:
-        """Runs the case on a backend and scores its output and every gradient.
-
-        Fresh memory is NaN-poisoned meanwhile.
+        """Runs the case on a backend, in NaN-poisoned memory, and scores its output and gradients.
 
         Returns:
             One row for the output and one for each gradient, passed or not.
